@@ -1,0 +1,42 @@
+# Everything is made from the files here: `make test` on a bare machine with Python 3.11 or newer needs no other step.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install test lint format bench torture clean
+
+install: $(STAMP)
+
+# torch comes first and pinned, so that no other package can ask for a newer (and much larger) one.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: Python 3.11 or newer is needed, found $$($(PYTHON) --version 2>&1); try make PYTHON=python3.11"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "error: cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+test: install
+	$(BIN)/pytest tests/
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python benchmarks/loader_throughput.py
+	$(BIN)/python benchmarks/train_throughput.py
+
+# Kills real training jobs at random moments, at length (the short version is part of `make test`).
+torture: install
+	$(BIN)/python tests/integration/torture.py --kills 20
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,145 @@
+"""What the data pipeline offers to a trainer: `Batch`, `StatefulLoader`, and the two configuration sections it reads.
+
+Shapes: B sentences in a micro-batch, S padded source length, T padded target length. Tokens count EOS, never pads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
+
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
+"""Special ids of every tokenizer of this project; index.json records them and they are checked on reading."""
+
+SECTION = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""How pydantic checks every section: no unknown key, no infinite or undefined number."""
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Section `data`: the corpus, its cleaning, its shards (together the preparation's fingerprint), its batches."""
+
+    __pydantic_config__ = SECTION
+
+    # Corpus: parallel text files, one segment a line, plain or .gz/.xz/.zst; `embedded:` paths lie inside the package.
+    source_language: str = "en"
+    target_language: str = "de"
+    train_source: str = "embedded:swmsg_ende/train.en.xz"
+    train_target: str = "embedded:swmsg_ende/train.de.xz"
+    valid_source: str = "embedded:swmsg_ende/valid.en.xz"
+    valid_target: str = "embedded:swmsg_ende/valid.de.xz"
+    # Cleaning of training pairs.
+    max_length: Positive = 250  # tokens a side, without EOS; longer pairs are rejected (and counted)
+    max_ratio: Annotated[float, Field(ge=1.0)] = 5.0  # characters of the longer side over the shorter; see clean.py
+    # Shards.
+    shards: str = "shards/swmsg_ende"
+    shuffle_seed: int = 1
+    pairs_per_block: Positive = 4096
+    pairs_per_shard: Positive = 1_048_576
+    prepare_workers: NotNegative = 0  # processes that encode; 0: one a core. Not part of the fingerprint.
+    # Batches.
+    batch_tokens: Positive = 25_000  # bound of a step's tokens, for the source and for the target side each
+    micro_batches: Positive = (
+        8  # M: a step is cut into exactly M micro-batches of at most batch_tokens / M padded tokens
+    )
+    window_pairs: Positive = 1_000_000  # pairs planned together
+    workers: NotNegative = 1  # background threads that make batches ready; 0: made when asked for
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Section `tokenizer`: the shared SentencePiece BPE that `prepare` trains."""
+
+    __pydantic_config__ = SECTION
+
+    vocab_size: Annotated[int, Field(ge=300)] = 4000  # 256 byte pieces + 4 special ids + characters + merges
+    character_coverage: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    sample_lines: NotNegative = 4_000_000  # lines sampled (seeded) to train on; 0: all
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, padded on the right.
+
+    source [B, S]: tokens EOS PAD...; target_in [B, T]: BOS tokens PAD...; labels [B, T]: tokens EOS PAD... (int64).
+    source_lengths [B], target_lengths [B] count EOS. pair_ids [B]: position of each pair in the prepared data.
+    index: number of the micro-batch in its step, 0..M-1: its identity, whichever rank trains on it; -1 marks a
+    zero-weight micro-batch (one EOS a side, every label PAD, target_lengths 0), which fills a short round.
+    """
+
+    source: NDArray[np.int64]
+    target_in: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    source_lengths: NDArray[np.int64]
+    target_lengths: NDArray[np.int64]
+    pair_ids: NDArray[np.int64]
+    index: int
+
+    @property
+    def source_tokens(self) -> int:
+        """Real source tokens, EOS included."""
+        return int(self.source_lengths.sum())
+
+    @property
+    def target_tokens(self) -> int:
+        """Real target tokens, EOS included: the tokens that the loss is summed over."""
+        return int(self.target_lengths.sum())
+
+    @property
+    def padded_tokens(self) -> int:
+        """Cells of both sides, pads included; 0 for a zero-weight micro-batch."""
+        return 0 if self.index < 0 else int(self.source.size + self.labels.size)
+
+
+def zero_weight_batch() -> Batch:
+    """The micro-batch that fills a short round: it runs forward and backward and contributes exactly nothing."""
+    one = np.ones((1, 1), dtype=np.int64)
+    return Batch(
+        source=one * EOS,
+        target_in=one * BOS,
+        labels=one * PAD,
+        source_lengths=np.zeros(1, dtype=np.int64),
+        target_lengths=np.zeros(1, dtype=np.int64),
+        pair_ids=np.zeros(0, dtype=np.int64),
+        index=-1,
+    )
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the next step starts: the loader's whole state. Resuming plans one window and replays nothing."""
+
+    epoch: int = 0
+    window: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One step's micro-batches of one data-parallel rank, all ranks having equally many (ceil(M / dp))."""
+
+    micro_batches: Sequence[Batch]
+    epoch: int
+    next_position: Position
+
+
+class StatefulLoader(Protocol):
+    """Endless stream of steps: a pure function of (seed, configuration, corpus, position), not of ranks or workers."""
+
+    def next_step(self) -> StepBatches:
+        """The micro-batches of the next step for this rank."""
+        ...
+
+    def seek(self, position: Position) -> None:
+        """Continue at `position` (of a checkpoint written by any number of ranks)."""
+        ...
+
+    def close(self) -> None:
+        """Stop background threads."""
+        ...

@@ -1,0 +1,48 @@
+"""Errors that are shown to users as one sentence, each with the exit code of the process that they end.
+
+Exit codes: 0 done, 1 fault while running, 2 configuration or input, 3 training diverged.
+"""
+
+import errno
+
+
+class DistTfmError(Exception):
+    """A fault that a user can understand: the message says what was expected, what was found and how to mend it."""
+
+    exit_code = 1
+    shared = False
+    """Every rank of the job raises this same error, so that one of them is enough to print it."""
+
+
+class RunError(DistTfmError):
+    """Something failed while running (no space left, damaged checkpoints, a lost rank): exit 1."""
+
+
+class ConfigError(DistTfmError):
+    """The configuration is wrong: exit 2. The message lists all faults at once, one a line."""
+
+    exit_code = 2
+    shared = True
+
+
+class InputError(DistTfmError):
+    """A corpus, shard, tokenizer, run directory or checkpoint is not what it should be: exit 2."""
+
+    exit_code = 2
+
+
+class DivergedError(DistTfmError):
+    """Training diverged: exit 3."""
+
+    exit_code = 3
+
+
+def describe_os_error(fault: OSError, doing: str) -> DistTfmError:
+    """Turns an operating system's error into a sentence; `doing` says what was being done ("writing X")."""
+    if fault.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunError(f"no space left while {doing}: free some space and run the same command again")
+    if fault.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return RunError(
+            f"not permitted while {doing} ({fault.strerror}): choose another place or change its permissions"
+        )
+    return RunError(f"failed while {doing}: {fault.strerror or fault}")

@@ -1,0 +1,222 @@
+"""From lengths to micro-batches: pure functions of (lengths, configuration, seed, epoch, window), numpy only.
+
+A step is cut into exactly M micro-batches of at most `budget` = batch_tokens / M padded tokens a side. Source and
+target lengths vary apart, so a window is split in both dimensions: pairs are sorted by their longer side into strips,
+inside a strip by (source - target), in alternating directions; this one order is then cut wherever the budget is full.
+Cutting depends on the longer side alone, so nearly every micro-batch is full, and both dimensions pad little.
+No ranks, no workers, no hash seeds enter anywhere, and there is no loop over pairs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.ragged import positions_of, starts_of
+
+Lengths = NDArray[np.integer[Any]]
+Rows = NDArray[np.int64]
+
+# What a random stream is for. Part of the data order: changing a number changes every run.
+_BLOCK_ORDER, _WINDOW_PLAN = 1, 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The micro-batches of one window, in the order of training.
+
+    Micro-batch j of step t is number t * M + j, and holds the pairs rows[offsets[t * M + j] : offsets[t * M + j + 1]].
+    rows [N]: pairs by their position in the window; offsets [K + 1]; source_widths, target_widths [K]: longest pair of
+    each micro-batch, EOS included (0 for an empty one); left_out: pairs with a side longer than the budget.
+    """
+
+    rows: Rows
+    offsets: Rows
+    source_widths: Rows
+    target_widths: Rows
+    micro_batches: int
+    budget: int
+    left_out: Rows
+    tokens: tuple[int, int]
+
+    @property
+    def steps(self) -> int:
+        """Steps in the window; each has exactly M micro-batches."""
+        return len(self.source_widths) // self.micro_batches
+
+    def rows_of(self, step: int, index: int) -> Rows:
+        """Pairs of micro-batch `index` of a step."""
+        number = step * self.micro_batches + index
+        return self.rows[self.offsets[number] : self.offsets[number + 1]]
+
+    @property
+    def cells(self) -> Rows:
+        """[K]: padded tokens of each micro-batch, both sides together: its cost."""
+        cells: Rows = np.diff(self.offsets) * (self.source_widths + self.target_widths)
+        return cells
+
+    @property
+    def padding(self) -> float:
+        """Share of all cells that hold no token."""
+        return 1.0 - sum(self.tokens) / max(1, int(self.cells.sum()))
+
+    @property
+    def fill(self) -> float:
+        """Real tokens of the window's larger side over the budget of all its micro-batches."""
+        return max(self.tokens) / max(1, self.budget * len(self.source_widths))
+
+
+def generator(*key: int) -> np.random.Generator:
+    """A generator that depends on these integers alone."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([part & (1 << 64) - 1 for part in key])))
+
+
+def window_blocks(block_pairs: Lengths, window_pairs: int, seed: int, epoch: int) -> list[Rows]:
+    """The blocks of each window of an epoch, ascending inside a window.
+
+    Blocks are permuted by (seed, epoch); consecutive whole blocks make a window of at most window_pairs (one block at
+    least). Windows get equally many blocks, so that none is too small to be planned well.
+    """
+    most = max(1, window_pairs // int(block_pairs.max()))
+    order = generator(seed, epoch, _BLOCK_ORDER).permutation(len(block_pairs))
+    return [np.sort(part) for part in np.array_split(order, -(-len(order) // most))]
+
+
+def plan_window(
+    source_lengths: Lengths, target_lengths: Lengths, budget: int, micro_batches: int, key: tuple[int, int, int]
+) -> Plan:
+    """Plans pairs of these lengths (both [N], EOS included) into steps of exactly M micro-batches.
+
+    key: (seed, epoch, window). Every pair with both sides within the budget is in exactly one micro-batch; the number
+    of micro-batches is a multiple of M, empty ones only where there are fewer than M pairs.
+    """
+    rng = generator(*key, _WINDOW_PLAN)
+    source = source_lengths.astype(np.int64)
+    target = target_lengths.astype(np.int64)
+    fits = np.maximum(source, target) <= budget
+    rows = two_dimensional_order(source, target, np.flatnonzero(fits), budget, rng)
+    longer = np.maximum(source, target)[rows]
+    # A random first cut moves all later ones, so that also windows without equal lengths are cut anew each epoch.
+    first = int(rng.integers(1, budget // longer[0] + 1)) if len(rows) else 0
+    offsets = split_to_multiple(cut_to_budget(longer, budget, first), longer, micro_batches)
+    rows, offsets = _order_steps(rows, offsets, source, target, micro_batches, rng)
+    return Plan(
+        rows=rows,
+        offsets=offsets,
+        source_widths=_widths(source[rows], offsets),
+        target_widths=_widths(target[rows], offsets),
+        micro_batches=micro_batches,
+        budget=budget,
+        left_out=np.flatnonzero(~fits),
+        tokens=(int(source[rows].sum()), int(target[rows].sum())),
+    )
+
+
+def plan_held_out(source_lengths: Lengths, target_lengths: Lengths, budget: int) -> Plan:
+    """Plans a held-out set: every pair, without randomness, largest micro-batches first; M is 1.
+
+    A pair with a side longer than the budget gets a micro-batch of its own.
+    """
+    source = source_lengths.astype(np.int64)
+    target = target_lengths.astype(np.int64)
+    longer = np.maximum(source, target)
+    fitting = np.flatnonzero(longer <= budget)
+    rows = two_dimensional_order(source, target, fitting, budget, generator(_WINDOW_PLAN))
+    offsets = cut_to_budget(longer[rows], budget, len(rows))
+    alone = np.flatnonzero(longer > budget)
+    rows = np.concatenate((rows, alone))
+    offsets = np.concatenate((offsets, offsets[-1] + 1 + np.arange(len(alone))))
+    cost = np.diff(offsets) * (_widths(source[rows], offsets) + _widths(target[rows], offsets))
+    rows, offsets = _take(rows, offsets, np.argsort(-cost, kind="stable"))
+    return Plan(
+        rows=rows,
+        offsets=offsets,
+        source_widths=_widths(source[rows], offsets),
+        target_widths=_widths(target[rows], offsets),
+        micro_batches=1,
+        budget=budget,
+        left_out=np.zeros(0, dtype=np.int64),
+        tokens=(int(source.sum()), int(target.sum())),
+    )
+
+
+def two_dimensional_order(source: Rows, target: Rows, rows: Rows, budget: int, rng: np.random.Generator) -> Rows:
+    """`rows` in an order in which neighbours have like lengths on both sides; equal ones in random order.
+
+    A strip takes all pairs whose longer side lies in a range of W lengths. A wide strip pads the longer side by about
+    W / 2 on both sides; a narrow one holds few micro-batches, so each spans a wide range of source - target. With D the
+    spread of that difference and m micro-batches for each length, the sum of both is least at W = sqrt(D / 2m).
+    """
+    if not len(rows):
+        return rows
+    rows = rng.permutation(rows)
+    longer = np.maximum(source, target)[rows]
+    difference = (source - target)[rows]
+    pairs = np.bincount(longer)
+    scale = np.arange(len(pairs), dtype=np.float64)
+    batches = pairs * scale / budget
+    mean = np.bincount(longer, weights=difference) / np.maximum(pairs, 1)
+    spread = scale * (np.abs(difference - mean[longer]).sum() / longer.sum())
+    # Strips of less than one length would gain nothing: pairs of one length pad the longer side by nothing.
+    strips_per_length = np.minimum(1.0, np.sqrt(2.0 * batches / np.maximum(spread, 1e-9)))
+    strip = np.floor(np.cumsum(strips_per_length) + rng.random()).astype(np.int64)[longer]
+    signed = np.where(strip % 2 == 0, difference, -difference)
+    # One sort by (strip, signed difference): both fit into an integer with room to spare.
+    span = int(np.abs(difference).max()) + 1
+    ordered: Rows = rows[np.argsort(strip * (2 * span) + signed + span, kind="stable")]
+    return ordered
+
+
+def cut_to_budget(longer: Rows, budget: int, first: int) -> Rows:
+    """Offsets [K + 1] that cut rows (longer [N]: longer side of each, in order, none above the budget) greedily:
+    rows x longest <= budget for each, except that the first piece has at most `first` rows."""
+    offsets = [0]
+    counts = np.arange(1, budget + 1, dtype=np.int64)
+    total = len(longer)
+    position = 0
+    while position < total:
+        most = budget // int(longer[position])
+        most = min(most, first) if position == 0 else most
+        widest = np.maximum.accumulate(longer[position : position + most])
+        position += int(np.searchsorted(widest * counts[: len(widest)], budget, side="right"))
+        offsets.append(position)
+    return np.array(offsets, dtype=np.int64)
+
+
+def split_to_multiple(offsets: Rows, longer: Rows, micro_batches: int) -> Rows:
+    """Halves the largest pieces until their number is a multiple of M; where rows run out, adds empty pieces."""
+    while missing := -(len(offsets) - 1) % micro_batches:
+        sizes = np.diff(offsets)
+        cost = np.where(sizes > 1, sizes * _widths(longer, offsets), 0)
+        largest = np.argsort(-cost, kind="stable")[:missing]
+        largest = largest[cost[largest] > 0]
+        if not len(largest):
+            return np.concatenate((offsets, np.full(missing, offsets[-1])))
+        offsets = np.sort(np.concatenate((offsets, offsets[largest] + sizes[largest] // 2)))
+    return offsets
+
+
+def _order_steps(
+    rows: Rows, offsets: Rows, source: Rows, target: Rows, micro_batches: int, rng: np.random.Generator
+) -> tuple[Rows, Rows]:
+    """Deals micro-batches to steps at random; inside a step the most costly comes first, so that ranks that work side
+    by side get like ones."""
+    cost = np.diff(offsets) * (_widths(source[rows], offsets) + _widths(target[rows], offsets))
+    order = rng.permutation(len(cost)).reshape(-1, micro_batches)
+    inside = np.argsort(-cost[order], axis=1, kind="stable")
+    return _take(rows, offsets, np.take_along_axis(order, inside, axis=1).ravel())
+
+
+def _take(rows: Rows, offsets: Rows, order: Rows) -> tuple[Rows, Rows]:
+    sizes = np.diff(offsets)[order]
+    return rows[positions_of(offsets[:-1][order], sizes)], starts_of(sizes)
+
+
+def _widths(lengths: Rows, offsets: Rows) -> Rows:
+    """Longest row of each piece, 0 for an empty one."""
+    widths = np.zeros(len(offsets) - 1, dtype=np.int64)
+    filled = np.flatnonzero(np.diff(offsets))
+    if len(filled):
+        widths[filled] = np.maximum.reduceat(lengths, offsets[:-1][filled])
+    return widths

@@ -1,0 +1,261 @@
+"""Layered settings: YAML files with `extends:`, then dotted overrides, checked as a whole into frozen dataclasses.
+
+All faults are reported at once, each with its dotted path, where it was set, what was expected, what was found and, for
+an unknown key, the nearest known one.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from data_pipeline.errors import ConfigError, DistTfmError, InputError
+
+Tree = dict[str, Any]
+OVERRIDE = re.compile(r"--([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
+COMMAND_LINE = "on the command line"
+
+
+@dataclasses.dataclass
+class Layers:
+    """Values merged so far, and for each dotted path the place that set it."""
+
+    values: Tree = dataclasses.field(default_factory=dict)
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def merge(self, tree: Mapping[str, Any], origin: str) -> None:
+        """Lays `tree` over what is there, key by key."""
+        self._merge(self.values, tree, origin, "")
+
+    def _merge(self, into: Tree, tree: Mapping[str, Any], origin: str, prefix: str) -> None:
+        for key, value in tree.items():
+            path = f"{prefix}{key}"
+            if isinstance(value, Mapping):
+                if not isinstance(into.get(key), dict):
+                    into[key] = {}
+                self._merge(into[key], value, origin, path + ".")
+            else:
+                into[key] = value
+            self.origins[path] = origin
+
+
+def find_config(name: str) -> Path:
+    """The file called `name`; a bundled configuration if there is no such file (`tiny`, `configs/tiny.yaml`)."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    here = Path(__file__).resolve().parents[1]
+    bundled = [folder for folder in (here / "configs", here / "dist_tfm" / "configs") if folder.is_dir()]
+    if path.parent in (Path("."), Path("configs")):
+        for folder in bundled:
+            if (found := folder / f"{path.stem}.yaml").is_file():
+                return found
+    known = sorted(f"configs/{f.name}" for folder in bundled[:1] for f in folder.glob("*.yaml"))
+    raise ConfigError(f"configuration file {name} not found; bundled ones are: {', '.join(known)}")
+
+
+def read_yaml_layers(path: Path, layers: Layers, seen: tuple[Path, ...] = ()) -> None:
+    """Merges the file's `extends:` chain (relative to the file), then the file itself."""
+    resolved = path.resolve()
+    if resolved in seen:
+        raise ConfigError(f"{path}: `extends` goes in a circle: {' -> '.join(p.name for p in (*seen, resolved))}")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as fault:
+        where = getattr(fault, "problem_mark", None)
+        line = f", line {where.line + 1}" if where is not None else ""
+        raise ConfigError(f"{path}{line}: expected YAML, found: {getattr(fault, 'problem', fault)}") from None
+    except OSError as fault:
+        raise ConfigError(f"configuration file {path} cannot be read: {fault.strerror}") from None
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected sections with keys, found {type(tree).__name__}")
+    parent = tree.pop("extends", None)
+    if parent is not None:
+        parent_path = path.parent / str(parent)
+        if not parent_path.is_file():
+            raise ConfigError(f"{path}: `extends: {parent}` names a file that does not exist ({parent_path})")
+        read_yaml_layers(parent_path, layers, (*seen, resolved))
+    layers.merge(tree, f"in {path}")
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Separates `--section.key=value` and `--section.key value` from the other arguments."""
+    overrides: list[tuple[str, str]] = []
+    rest: list[str] = []
+    position = 0
+    while position < len(argv):
+        match = OVERRIDE.fullmatch(argv[position])
+        if match is None:
+            rest.append(argv[position])
+        elif match[2] is not None:
+            overrides.append((match[1], match[2]))
+        elif position + 1 < len(argv) and not OVERRIDE.fullmatch(argv[position + 1]):
+            overrides.append((match[1], argv[position + 1]))
+            position += 1
+        else:
+            raise ConfigError(f"{argv[position]}: expected a value, as in {argv[position]}=VALUE")
+        position += 1
+    return overrides, rest
+
+
+def override_tree(path: str, text: str) -> Tree:
+    """{section: {key: value}} of one override. Scalars stay text: the field's type decides what they become."""
+    try:
+        parsed = yaml.safe_load(text)
+    except yaml.YAMLError:
+        parsed = text
+    value: Any = parsed if parsed is None or isinstance(parsed, list | dict) else text
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return typing.cast(Tree, value)
+
+
+def _known_paths(sections: Mapping[str, type]) -> list[str]:
+    return [f"{name}.{f.name}" for name, kind in sections.items() for f in dataclasses.fields(kind)]
+
+
+def _unknown(path: str, value: object, origin: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.0)
+    shown = "" if isinstance(value, dict) else f" (found {value!r})"
+    hint = f"; the nearest known key is {near[0]}" if near else ""
+    return f"{path}: unknown key{shown}, set {origin}{hint}"
+
+
+def _accepts_bool(annotation: object) -> bool:
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return any(_accepts_bool(arm) for arm in typing.get_args(annotation))
+    return annotation is bool
+
+
+def _section_faults(name: str, kind: type, tree: object, layers: Layers, known: Sequence[str]) -> tuple[list[str], Any]:
+    origin = layers.origins.get(name, "in the configuration")
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        return [f"{name}: expected keys below it, found {tree!r}, set {origin}"], None
+    faults: list[str] = []
+    hints = typing.get_type_hints(kind)
+    usable: Tree = {}
+    for key, value in tree.items():
+        path = f"{name}.{key}"
+        where = layers.origins.get(path, origin)
+        if key not in hints or key.startswith("__"):
+            faults.append(_unknown(path, value, where, known))
+        elif isinstance(value, bool) and not _accepts_bool(hints[key]):
+            faults.append(f"{path}: expected no truth value, found {value!r}, set {where}")
+        else:
+            usable[key] = value
+    try:
+        return faults, TypeAdapter(kind).validate_python(usable)
+    except ValidationError as error:
+        for fault in error.errors():
+            path = f"{name}.{fault['loc'][0]}" if fault["loc"] else name
+            expected = fault["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+            where = layers.origins.get(path, origin)
+            faults.append(f"{path}: expected {expected}, found {fault['input']!r}, set {where}")
+        return list(dict.fromkeys(faults)), None
+
+
+def build_sections(layers: Layers, sections: Mapping[str, type], ignored: Sequence[str] = ()) -> dict[str, Any]:
+    """One checked instance for each of `sections`; sections in `ignored` belong to another program and are skipped.
+
+    Raises ConfigError with all faults.
+    """
+    known = _known_paths(sections)
+    faults: list[str] = []
+    built: dict[str, Any] = {}
+    for name, tree in layers.values.items():
+        if name in ignored:
+            continue
+        if name not in sections:
+            keys = tree if isinstance(tree, dict) and tree else {None: tree}
+            for key, value in keys.items():
+                path = name if key is None else f"{name}.{key}"
+                candidates = known if key is not None else list(sections)
+                faults.append(_unknown(path, value, layers.origins.get(path, "in the configuration"), candidates))
+    for name, kind in sections.items():
+        section_faults, built[name] = _section_faults(name, kind, layers.values.get(name), layers, known)
+        faults.extend(section_faults)
+    if faults:
+        raise faults_error(faults)
+    return built
+
+
+def faults_error(faults: Sequence[str]) -> ConfigError:
+    """One ConfigError that lists every fault."""
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    return ConfigError(f"the configuration has {count}:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def load_sections(
+    config: str, overrides: Sequence[tuple[str, str]], sections: Mapping[str, type], ignored: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Reads the configuration called `config` and the overrides into checked sections."""
+    layers = Layers()
+    read_yaml_layers(find_config(config), layers)
+    for path, text in overrides:
+        layers.merge(override_tree(path, text), COMMAND_LINE)
+    return build_sections(layers, sections, ignored)
+
+
+def to_yaml(sections: Mapping[str, Any]) -> str:
+    """The sections as YAML that `load_sections` reads back to the same values."""
+    return yaml.safe_dump({name: dataclasses.asdict(value) for name, value in sections.items()}, sort_keys=False)
+
+
+def _type_name(annotation: object) -> str:
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return text.replace("typing.", "").replace("NoneType", "null").replace("None", "null")
+
+
+def describe_sections(sections: Mapping[str, type]) -> str:
+    """Every key with its type and default, for --help."""
+    lines: list[str] = []
+    for name, kind in sections.items():
+        lines.append(f"\n{(kind.__doc__ or name).strip()}")
+        hints = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            default = "null" if field.default is None else field.default
+            lines.append(f"  --{name}.{field.name}={default!s}  ({_type_name(hints[field.name])})")
+    return "\n".join(lines)
+
+
+def read_saved_sections(path: Path, sections: Mapping[str, type]) -> dict[str, Any]:
+    """Sections from a config.yaml that a run has written."""
+    if not path.is_file():
+        raise InputError(f"{path} not found: expected the configuration of a run")
+    layers = Layers()
+    read_yaml_layers(path, layers)
+    return build_sections(layers, sections)
+
+
+def run_main(main: Callable[[], int], announce: Callable[[DistTfmError], bool] = lambda _: True) -> NoReturn:
+    """Runs a program's main and exits with its code; a user's error is shown as one sentence, without a traceback.
+
+    `announce` says whether this process is the one to print an error (several ranks raise the same one).
+    """
+    try:
+        code = main()
+        sys.stdout.flush()
+    except DistTfmError as error:
+        if announce(error):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`): nothing is left to say, not even at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        code = 130
+    sys.exit(code)

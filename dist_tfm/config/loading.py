@@ -1,0 +1,66 @@
+"""From files and overrides to a checked `Config`, and what may change between two attempts of one run."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.settings import faults_error, read_saved_sections, to_yaml
+from dist_tfm.config.schema import Config
+
+SECTIONS: Mapping[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
+
+MAY_CHANGE = frozenset(
+    f"train.{key}" for key in ("steps", "run_dir", "validate_every", "max_skips", "activation_checkpointing")
+) | {"data.workers", "data.prepare_workers"}
+MAY_CHANGE_SECTIONS = frozenset({"parallel", "checkpoint", "log", "decode", "launch"})
+
+
+def check_sections(sections: Mapping[str, Any]) -> None:
+    """Faults that span several keys; raises ConfigError with all of them."""
+    model, data = sections["model"], sections["data"]
+    faults: list[str] = []
+    if model.d_model % 2:
+        faults.append(f"model.d_model: expected an even number (sines and cosines alternate), found {model.d_model}")
+    if (model.d_k is None or model.d_v is None) and model.d_model % model.heads:
+        faults.append(
+            f"model.heads: expected a divisor of model.d_model={model.d_model}, found {model.heads}; "
+            "or name both model.d_k and model.d_v"
+        )
+    if data.batch_tokens // data.micro_batches < 2:
+        faults.append(
+            f"data.micro_batches: expected at most data.batch_tokens / 2 = {data.batch_tokens // 2} "
+            f"(a micro-batch holds at least 2 tokens a side), found {data.micro_batches}"
+        )
+    if faults:
+        raise faults_error(faults)
+
+
+def make_config(sections: Mapping[str, Any]) -> Config:
+    """The `Config` of checked sections."""
+    return Config(**sections)
+
+
+def config_to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML, readable by `read_config`."""
+    return to_yaml({f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+
+
+def read_config(path: Path) -> Config:
+    """The configuration that a run saved. Raises InputError or ConfigError."""
+    return make_config(read_saved_sections(path, SECTIONS))
+
+
+def forbidden_changes(saved: Config, asked: Config) -> list[tuple[str, object, object]]:
+    """(key, saved value, value asked for) of each difference that a run cannot be resumed with."""
+    changes = []
+    for section in dataclasses.fields(Config):
+        if section.name in MAY_CHANGE_SECTIONS:
+            continue
+        old, new = getattr(saved, section.name), getattr(asked, section.name)
+        for field in dataclasses.fields(old):
+            key = f"{section.name}.{field.name}"
+            before, after = getattr(old, field.name), getattr(new, field.name)
+            if before != after and key not in MAY_CHANGE:
+                changes.append((key, before, after))
+    return changes

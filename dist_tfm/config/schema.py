@@ -1,0 +1,192 @@
+"""The configuration: one frozen dataclass a section. Files in configs/ fill them, dotted overrides come last.
+
+Bounds stand beside each field and are checked by pydantic; what spans several fields is checked in `check`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from data_pipeline.api import SECTION, DataConfig, NotNegative, Positive, TokenizerConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "DecodeConfig",
+    "LaunchConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "ScheduleConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+]
+
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+Fraction = Annotated[float, Field(gt=0.0)]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Section `model`: the encoder-decoder of Vaswani et al. 2017, section 3; the shards give the vocabulary's size."""
+
+    __pydantic_config__ = SECTION
+
+    encoder_layers: Positive = 6
+    decoder_layers: Positive = 6
+    d_model: Positive = 512
+    d_ff: Positive = 2048
+    heads: Positive = 8
+    d_k: Positive | None = None  # width of a head's queries and keys; null: d_model / heads
+    d_v: Positive | None = None  # width of a head's values; null: d_model / heads
+    dropout: Probability = 0.1  # P_drop (section 5.4): on each sublayer's output, and on embeddings unless named
+    embedding_dropout: Probability | None = None  # null: the same as dropout
+    attention_dropout: Probability = 0.0  # on attention weights; the paper has none, Tensor2Tensor has
+    norm: Literal["post", "pre"] = "post"
+    layer_norm_eps: Fraction = 1e-6
+    attention: Literal["sdpa", "reference"] = "sdpa"
+
+    @property
+    def key_width(self) -> int:
+        """Width of one head's queries and keys, d_k."""
+        return self.d_k if self.d_k is not None else self.d_model // self.heads
+
+    @property
+    def value_width(self) -> int:
+        """Width of one head's values, d_v."""
+        return self.d_v if self.d_v is not None else self.d_model // self.heads
+
+    @property
+    def input_dropout(self) -> float:
+        """Dropout on the sums of embeddings and positions."""
+        return self.dropout if self.embedding_dropout is None else self.embedding_dropout
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Section `optim`: Adam (section 5.3). `weight_decay` is decoupled and acts on matrices only."""
+
+    __pydantic_config__ = SECTION
+
+    beta1: Probability = 0.9
+    beta2: Probability = 0.98
+    eps: Fraction = 1e-9
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    clip_norm: Annotated[float, Field(ge=0.0)] = 0.0  # bound of the global gradient norm; 0: no clipping (the paper)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Section `schedule`: the learning rate by optimizer update (section 5.3); it never reads train.steps.
+
+    noam: factor * d_model^-0.5 * min(u^-0.5, u * warmup^-1.5). inverse_sqrt: peak * min(u / warmup, (warmup / u)^0.5).
+    """
+
+    __pydantic_config__ = SECTION
+
+    kind: Literal["noam", "inverse_sqrt"] = "noam"
+    warmup: Positive = 4000
+    factor: Fraction = 1.0
+    peak: Fraction = 1e-3
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Section `train`: how long, where, from which seed."""
+
+    __pydantic_config__ = SECTION
+
+    steps: Positive = 100_000
+    run_dir: str = "runs/default"
+    seed: int = 1
+    validate_every: NotNegative = 1000
+    max_skips: Positive = 10  # this many non-finite steps in a row end the run with exit code 3
+    activation_checkpointing: Literal["none", "full"] = "none"
+    label_smoothing: Probability = 0.1
+    init_from: str = ""  # a run directory or checkpoint whose weights a new run starts from
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Section `parallel`: how state is divided over data-parallel ranks (ZeRO 0 to 3)."""
+
+    __pydantic_config__ = SECTION
+
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Section `precision`. bf16: fp32 master weights and accumulation (stages 1 to 3), autocast at stage 0."""
+
+    __pydantic_config__ = SECTION
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Section `checkpoint`: the last `keep` ones and the best one stay."""
+
+    __pydantic_config__ = SECTION
+
+    every_steps: NotNegative = 1000  # 0: only at the end
+    keep: Positive = 3
+    best_metric: Literal["valid_nll", "valid_bleu"] = "valid_nll"
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Section `log`."""
+
+    __pydantic_config__ = SECTION
+
+    every_steps: NotNegative = 10  # steps between lines of metrics.jsonl; step 1 is always logged; 0: never
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Section `decode`: validation's decoded sample."""
+
+    __pydantic_config__ = SECTION
+
+    valid_sentences: NotNegative = 100  # held-out sentences decoded greedily at each validation; 0: none
+    show: NotNegative = 3  # of these, how many are printed beside their references
+    max_extra: Positive = 50  # longest output: input + this (section 6.1)
+    batch_tokens: Positive = 2048  # padded source tokens decoded together
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Section `launch`: this process's hardware and patience."""
+
+    __pydantic_config__ = SECTION
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: NotNegative = 0  # of one process on a CPU; 0: the machine's cores divided by its local ranks
+    timeout: Positive = 1800  # seconds after which a collective that a rank does not join ends the job
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of a run."""
+
+    __pydantic_config__ = SECTION
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)

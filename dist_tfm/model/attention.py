@@ -1,0 +1,180 @@
+"""Multi-head scaled dot-product attention (Vaswani et al. 2017, section 3.2), with two interchangeable kernels.
+
+Shapes: B batch, Tq queries, Tk keys, D d_model, H heads, Dk width of a head's queries and keys, Dv of its values.
+Masks are boolean, True = visible, [B, 1, 1, Tk] (the same keys for every query) or [B, 1, Tq, Tk]. A query that sees no
+key yields zeros, with zero gradients: never NaN, in any dtype, on any device.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dist_tfm.config.schema import ModelConfig
+
+BackendName = Literal["sdpa", "reference"]
+
+
+class KeysValues(NamedTuple):
+    """Projected keys [B, H, Tk, Dk] and values [B, H, Tk, Dv] of one attention."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Attended(NamedTuple):
+    """Output [B, H, Tq, Dv] in the inputs' dtype and the probabilities [B, H, Tq, Tk] in fp32 or better."""
+
+    output: Tensor
+    probabilities: Tensor
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float, bool], Tensor]
+"""(query, key, value, mask, causal, dropout, training) -> output: what `attend_sdpa` and its twin have in common."""
+
+
+def padding_mask(ids: Tensor, pad: int) -> Tensor:
+    """[B, Tk] ids to the mask [B, 1, 1, Tk] that hides pads."""
+    return (ids != pad)[:, None, None, :]
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """[1, 1, Tq, Tk], aligned to the lower right: the last query sees every key, so queries may follow cached keys."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+
+
+def attend_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, training: bool
+) -> Tensor:
+    """softmax(q k^T / sqrt(d_k)) v (equation 1) through `F.scaled_dot_product_attention`.
+
+    query [B, H, Tq, Dk], key [B, H, Tk, Dk], value [B, H, Tk, Dv], mask as in this module's head or None. Returns
+    [B, H, Tq, Dv]. `dropout` acts on the probabilities, only if `training`. `causal` with Tq != Tk is aligned to the
+    lower right. Raises ValueError for shapes or a mask that do not fit.
+    """
+    _check(query, key, value, mask)
+    queries, keys = query.size(2), key.size(2)
+    probability = dropout if training else 0.0
+    if mask is None and causal and queries == keys:
+        # The flag lets the fused kernels skip the upper triangle, and needs no T x T mask.
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=probability, is_causal=True)
+    # A single query, aligned to the lower right, sees every key: causality hides nothing from it.
+    visible = _visible(mask, causal and queries > 1, queries, keys, query.device)
+    if visible is None:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=probability)
+    # Kernels differ in what a row without any key gives (zeros, a mean, NaN): such rows see all and are blanked after.
+    seen = visible.any(-1, keepdim=True)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible | ~seen, dropout_p=probability)
+    return output.masked_fill(~seen, 0.0)
+
+
+def attend_reference(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, training: bool
+) -> Attended:
+    """The same function as `attend_sdpa`, spelt out: all of it in fp32 (float64 stays), probabilities returned.
+
+    Under autocast too: lower precision is used for the inputs and the output only. Rows of the probabilities (before
+    dropout) sum to 1, or to 0 where a query sees nothing.
+    """
+    _check(query, key, value, mask)
+    exact = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = query.to(exact) @ key.to(exact).transpose(-2, -1) / math.sqrt(query.size(-1))
+        visible = _visible(mask, causal, query.size(2), key.size(2), query.device)
+        if visible is None:
+            probabilities = scores.softmax(-1)
+        else:
+            seen = visible.any(-1, keepdim=True)
+            scores = scores.masked_fill(~visible & seen, -math.inf)
+            probabilities = scores.softmax(-1).masked_fill(~seen, 0.0)
+        output = F.dropout(probabilities, dropout, training) @ value.to(exact)
+    return Attended(output.to(query.dtype), probabilities)
+
+
+def _attend_reference_output(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, training: bool
+) -> Tensor:
+    return attend_reference(query, key, value, mask, causal, dropout, training).output
+
+
+def attention_kernel(name: BackendName) -> Attend:
+    """The kernel that the configuration names (model.attention)."""
+    return attend_sdpa if name == "sdpa" else _attend_reference_output
+
+
+def kernel_name(attend: Attend) -> BackendName:
+    """The name of a kernel that `attention_kernel` gave. Raises ValueError for any other function."""
+    names: tuple[BackendName, ...] = ("sdpa", "reference")
+    for name in names:
+        if attention_kernel(name) is attend:
+            return name
+    raise ValueError(f"expected an attention kernel of this module, found {attend!r}")
+
+
+class MultiHeadAttention(nn.Module):
+    """Section 3.2.2: H heads over projections without bias; d_k and d_v need not be d_model / H (Table 3, rows B).
+
+    Parameters: query.weight, key.weight [H*Dk, D], value.weight [H*Dv, D], output.weight [D, H*Dv].
+    """
+
+    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.attention_dropout
+        self.attend = attend
+        self.query = nn.Linear(config.d_model, config.heads * config.key_width, bias=False)
+        self.key = nn.Linear(config.d_model, config.heads * config.key_width, bias=False)
+        self.value = nn.Linear(config.d_model, config.heads * config.value_width, bias=False)
+        self.output = nn.Linear(config.heads * config.value_width, config.d_model, bias=False)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """Queries from x [B, Tq, D], keys and values from memory [B, Tk, D] (x in self-attention): [B, Tq, D]."""
+        return self.attend_to(x, self.keys_values(memory), mask, causal)
+
+    def keys_values(self, memory: Tensor) -> KeysValues:
+        """Keys and values of memory [B, Tk, D], which decoding computes once and keeps."""
+        return KeysValues(self._split(self.key(memory)), self._split(self.value(memory)))
+
+    def attend_to(self, x: Tensor, known: KeysValues, mask: Tensor | None, causal: bool) -> Tensor:
+        """Queries from x [B, Tq, D] over keys and values that are already projected: [B, Tq, D]."""
+        query = self._split(self.query(x))
+        heads = self.attend(query, known.keys, known.values, mask, causal, self.dropout, self.training)
+        return cast(Tensor, self.output(heads.transpose(1, 2).flatten(2)))
+
+    def _split(self, projected: Tensor) -> Tensor:
+        """[B, T, H*W] to [B, H, T, W]."""
+        batch, length, width = projected.shape
+        return projected.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+
+
+def _visible(mask: Tensor | None, causal: bool, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """What each query may see, [B or 1, 1, 1 or Tq, Tk]; None: everything."""
+    if not causal:
+        return mask
+    triangle = causal_mask(queries, keys, device)
+    return triangle if mask is None else mask & triangle
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        found = f"{query.dim()}, {key.dim()}, {value.dim()}"
+        raise ValueError(f"expected query, key and value of 4 dimensions [B, H, T, width], found {found} dimensions")
+    if query.shape[:2] != key.shape[:2] or key.shape[:3] != value.shape[:3] or query.size(3) != key.size(3):
+        raise ValueError(
+            "expected query [B, H, Tq, Dk], key [B, H, Tk, Dk], value [B, H, Tk, Dv], "
+            f"found {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+        )
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise ValueError(f"expected a boolean attention mask (True = visible), found dtype {mask.dtype}")
+    batch, queries, keys = query.size(0), query.size(2), key.size(2)
+    allowed = {(batch, 1, 1, keys), (batch, 1, queries, keys)}
+    if tuple(mask.shape) not in allowed:
+        raise ValueError(
+            f"expected an attention mask of shape {[batch, 1, 1, keys]} or {[batch, 1, queries, keys]} "
+            f"([B, 1, 1 or Tq, Tk]), found {list(mask.shape)}"
+        )

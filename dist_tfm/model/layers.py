@@ -1,0 +1,116 @@
+"""Encoder and decoder layers (Vaswani et al. 2017, section 3.1), and how they are run.
+
+Shapes: B batch, S source, T target, D d_model.
+Layers carry numbers that count in the whole model: 0 source embedding, 1 target embedding, then the encoder's layers,
+then the decoder's. All dropout happens inside a numbered layer, so a `LayerRunner` that seeds each layer by its number
+decides every mask, wherever (on whichever rank or stage, first run or recomputation) the layer runs.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from torch import Tensor, nn
+
+from dist_tfm.config.schema import ModelConfig
+from dist_tfm.model.attention import Attend, KeysValues, MultiHeadAttention
+from dist_tfm.model.feed_forward import FeedForward
+from dist_tfm.model.norm import connection, layer_norm
+
+SOURCE_EMBEDDING, TARGET_EMBEDDING, FIRST_LAYER = 0, 1, 2
+"""Layer numbers; the decoder's first layer is FIRST_LAYER + number of encoder layers."""
+
+
+class LayerRunner(Protocol):
+    """Runs layer `number` on its inputs; may seed it, recompute it in the backward pass, or time it."""
+
+    def __call__(self, number: int, layer: Callable[..., Tensor], *inputs: Tensor) -> Tensor: ...
+
+
+def run_plainly(number: int, layer: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The runner that only calls the layer."""
+    return layer(*inputs)
+
+
+class KeysValuesStore(Protocol):
+    """Where one decoder layer's self-attention keeps keys and values between decoding steps."""
+
+    def append(self, new: KeysValues) -> KeysValues:
+        """Adds those of the newest positions and returns those of all positions so far."""
+        ...
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then feed-forward, each with residual, dropout and norm.
+
+    Parameters under self_attention, self_attention_norm, feed_forward, feed_forward_norm.
+    """
+
+    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+        super().__init__()
+        self.connect = connection(config.norm)
+        self.self_attention = MultiHeadAttention(config, attend)
+        self.self_attention_norm = layer_norm(config)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = layer_norm(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x [B, S, D], mask [B, 1, 1, S] of real source tokens: [B, S, D]."""
+
+        def attention(h: Tensor) -> Tensor:
+            return cast(Tensor, self.self_attention(h, h, mask, False))
+
+        x = self.connect(x, attention, self.self_attention_norm, self.dropout)
+        return self.connect(x, self.feed_forward, self.feed_forward_norm, self.dropout)
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, attention over the encoder's output, then feed-forward.
+
+    Parameters under self_attention, self_attention_norm, cross_attention, cross_attention_norm, feed_forward,
+    feed_forward_norm.
+    """
+
+    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+        super().__init__()
+        self.connect = connection(config.norm)
+        self.self_attention = MultiHeadAttention(config, attend)
+        self.self_attention_norm = layer_norm(config)
+        self.cross_attention = MultiHeadAttention(config, attend)
+        self.cross_attention_norm = layer_norm(config)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = layer_norm(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
+        """x [B, T, D], memory [B, S, D] with its mask [B, 1, 1, S]: [B, T, D].
+
+        Target pads stand on the right, where no real position looks: causality alone hides them.
+        """
+
+        def self_attention(h: Tensor) -> Tensor:
+            return cast(Tensor, self.self_attention(h, h, None, True))
+
+        def cross_attention(h: Tensor) -> Tensor:
+            return cast(Tensor, self.cross_attention(h, memory, memory_mask, False))
+
+        return self._compose(x, self_attention, cross_attention)
+
+    def step(self, x: Tensor, past: KeysValuesStore, memory: KeysValues, memory_mask: Tensor) -> Tensor:
+        """The newest positions only: x [B, n, D] after those in `past`, which grows by n: [B, n, D]."""
+
+        def self_attention(h: Tensor) -> Tensor:
+            known = past.append(self.self_attention.keys_values(h))
+            return self.self_attention.attend_to(h, known, None, True)
+
+        def cross_attention(h: Tensor) -> Tensor:
+            return self.cross_attention.attend_to(h, memory, memory_mask, False)
+
+        return self._compose(x, self_attention, cross_attention)
+
+    def _compose(
+        self, x: Tensor, self_attention: Callable[[Tensor], Tensor], cross_attention: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        x = self.connect(x, self_attention, self.self_attention_norm, self.dropout)
+        x = self.connect(x, cross_attention, self.cross_attention_norm, self.dropout)
+        return self.connect(x, self.feed_forward, self.feed_forward_norm, self.dropout)

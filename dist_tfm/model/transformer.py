@@ -1,0 +1,135 @@
+"""The encoder-decoder Transformer (Vaswani et al. 2017, section 3). It knows nothing of processes or sharding.
+
+Shapes: B batch, S source, T target, D d_model, V vocabulary.
+Parameter names (`model.named_parameters()`) are the canonical names of checkpoints.
+"""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data_pipeline.api import PAD
+from dist_tfm.config.schema import ModelConfig
+from dist_tfm.model.attention import Attend, BackendName, KeysValues, attention_kernel, kernel_name, padding_mask
+from dist_tfm.model.embedding import Embedding
+from dist_tfm.model.layers import (
+    FIRST_LAYER,
+    SOURCE_EMBEDDING,
+    TARGET_EMBEDDING,
+    DecoderLayer,
+    EncoderLayer,
+    KeysValuesStore,
+    LayerRunner,
+    run_plainly,
+)
+from dist_tfm.model.norm import final_norm
+
+
+class Encoder(nn.Module):
+    """A stack of encoder layers, with a norm at its end if they are pre-norm."""
+
+    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EncoderLayer(config, attend) for _ in range(config.encoder_layers))
+        self.norm = final_norm(config)
+
+    def forward(self, x: Tensor, mask: Tensor, run: LayerRunner) -> Tensor:
+        """x [B, S, D], mask [B, 1, 1, S]: [B, S, D]."""
+        for number, layer in enumerate(self.layers, FIRST_LAYER):
+            x = run(number, layer, x, mask)
+        return x if self.norm is None else self.norm(x)
+
+
+class Decoder(nn.Module):
+    """A stack of decoder layers, with a norm at its end if they are pre-norm."""
+
+    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+        super().__init__()
+        self.first_number = FIRST_LAYER + config.encoder_layers
+        self.layers = nn.ModuleList(DecoderLayer(config, attend) for _ in range(config.decoder_layers))
+        self.norm = final_norm(config)
+
+    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor, run: LayerRunner) -> Tensor:
+        """x [B, T, D], memory [B, S, D], memory_mask [B, 1, 1, S]: [B, T, D]."""
+        for number, layer in enumerate(self.layers, self.first_number):
+            x = run(number, layer, x, memory, memory_mask)
+        return x if self.norm is None else self.norm(x)
+
+    def keys_values(self, memory: Tensor) -> list[KeysValues]:
+        """Each layer's cross-attention keys and values of memory [B, S, D]."""
+        return [layer.cross_attention.keys_values(memory) for layer in self._decoder_layers()]
+
+    def step(
+        self, x: Tensor, past: Sequence[KeysValuesStore], memory: Sequence[KeysValues], memory_mask: Tensor
+    ) -> Tensor:
+        """The newest positions x [B, n, D], given each layer's store and projected memory: [B, n, D]."""
+        for layer, store, known in zip(self._decoder_layers(), past, memory, strict=True):
+            x = layer.step(x, store, known, memory_mask)
+        return x if self.norm is None else self.norm(x)
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+
+class Transformer(nn.Module):
+    """Source ids to the decoder's hidden states; `logits` turns those into scores over the vocabulary.
+
+    Weights are set by `dist_tfm.model.initialization.initialize` or loaded. Padding is PAD on the right; a source
+    sentence that is all pads is allowed: nothing is seen of it.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self._attend = attention_kernel(config.attention)
+        self.config = config
+        self.vocab_size = vocab_size
+        self.embedding = Embedding(config, vocab_size)
+        self.encoder = Encoder(config, self._attend)
+        self.decoder = Decoder(config, self._attend)
+
+    @property
+    def attention_backend(self) -> BackendName:
+        """Name of the attention kernel that the layers call."""
+        return kernel_name(self._attend)
+
+    def forward(self, source: Tensor, target_in: Tensor, run: LayerRunner = run_plainly) -> Tensor:
+        """source [B, S], target_in [B, T] (BOS first): hidden states [B, T, D], which `logits` turns into scores."""
+        return self.decode(target_in, self.encode(source, run), self.source_mask(source), run)
+
+    def source_mask(self, source: Tensor) -> Tensor:
+        """source [B, S]: True where a token is real, [B, 1, 1, S]."""
+        return padding_mask(source, PAD)
+
+    def encode(self, source: Tensor, run: LayerRunner = run_plainly) -> Tensor:
+        """source [B, S]: the encoder's output (memory) [B, S, D]; at pads it means nothing and is never read."""
+        x = run(SOURCE_EMBEDDING, self.embedding, source)
+        memory: Tensor = self.encoder(x, self.source_mask(source), run)
+        return memory
+
+    def decode(self, target_in: Tensor, memory: Tensor, source_mask: Tensor, run: LayerRunner = run_plainly) -> Tensor:
+        """target_in [B, T], memory [B, S, D], source_mask [B, 1, 1, S]: hidden states [B, T, D]."""
+        x = run(TARGET_EMBEDDING, self.embedding, target_in)
+        hidden: Tensor = self.decoder(x, memory, source_mask, run)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] to unnormalised scores [..., V], through the embedding matrix (section 3.4), without bias."""
+        return F.linear(hidden, self.embedding.weight)
+
+    def decode_step(
+        self,
+        tokens: Tensor,
+        first: int,
+        past: Sequence[KeysValuesStore],
+        memory: Sequence[KeysValues],
+        source_mask: Tensor,
+    ) -> Tensor:
+        """Decodes the newest target tokens only, at the cost of their own queries.
+
+        tokens [B, n] at positions first, ..., first + n - 1; past: each layer's store, holding positions before first;
+        memory: from `Decoder.keys_values`; source_mask [B, 1, 1, S]. Returns hidden states [B, n, D], equal to the last
+        n of `decode` over all tokens so far.
+        """
+        x: Tensor = self.embedding(tokens, first)
+        return self.decoder.step(x, past, memory, source_mask)

@@ -1,0 +1,120 @@
+"""The processes of a run and the device of each, as one object that is passed by hand."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dist_tfm.config.schema import LaunchConfig
+from dist_tfm.errors import ConfigError, RunError
+from dist_tfm.parallel.collectives import Group, ProcessGroup, SingleProcess
+from dist_tfm.parallel.environment import Ranks
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who computes together. `world` and `data` are control groups over the CPU; gradients travel over `backend`.
+
+    data: the ranks that share out a step's micro-batches. Every rank of the world is one of them.
+    """
+
+    ranks: Ranks
+    world: Group
+    data: Group
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that prints and writes what all ranks share."""
+        return self.ranks.rank == 0
+
+
+def start(ranks: Ranks, launch: LaunchConfig, report: Callable[[str], None] | None = None) -> Topology:
+    """Joins the job: picks the device, starts torch.distributed (alone too: DeepSpeed needs it) and the groups.
+
+    report: takes a line for the user, on rank 0 only (default: standard error).
+    Raises ConfigError for a device that this host has not; RunError if the other processes were not met in
+    launch.timeout seconds. Call `shutdown` at the end.
+    """
+    device = choose_device(launch.device, ranks, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    _set_variables(ranks, device)
+    timeout = timedelta(seconds=launch.timeout)
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    if ranks.world_size == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        group: Group = SingleProcess()
+    else:
+        group = _join(ranks, backend, timeout)
+    if ranks.rank == 0:
+        asked = " (launch.device: auto)" if launch.device == "auto" else ""
+        line = f"{ranks.world_size} process(es) by {ranks.launcher}, on {device.type}{asked}, over {backend}"
+        (report or _print_error)(line)
+    return Topology(ranks=ranks, world=group, data=group, device=device, backend=backend)
+
+
+def shutdown() -> None:
+    """Leaves the job. Safe to call twice, and after a failure of another rank."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(asked: str, ranks: Ranks, gpus: int) -> torch.device:
+    """The device of this process: GPU number local_rank (its only one under srun --gpus-per-task), or the CPU.
+
+    asked: launch.device; gpus: how many this process sees. Raises ConfigError where a GPU is asked for, or taken by
+    `auto`, and there are fewer of them than processes on this host.
+    """
+    if asked == "cpu" or (asked == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus == 0:
+        raise ConfigError(
+            "launch.device: expected a CUDA device, found none that torch can use: "
+            "set launch.device=cpu, or install a CUDA build of torch and its driver"
+        )
+    if gpus == 1 and ranks.launcher == "slurm":  # srun --gpus-per-task shows each task its own GPU, as number 0
+        return torch.device("cuda", 0)
+    if ranks.local_rank >= gpus:
+        raise ConfigError(
+            f"launch.device: expected a GPU for each of the {ranks.local_world_size} processes on this host, "
+            f"found {gpus}: start fewer processes, or set launch.device=cpu"
+        )
+    return torch.device("cuda", ranks.local_rank)
+
+
+def _join(ranks: Ranks, backend: str, timeout: timedelta) -> Group:
+    try:
+        dist.init_process_group(
+            backend, init_method="env://", rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
+        )
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as fault:  # torch's DistError family derives from RuntimeError
+        meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RunError(
+            f"rank {ranks.rank} did not meet the other {ranks.world_size - 1} process(es) at {meeting}: "
+            f"check that all of them were started and that the port is free ({fault})"
+        ) from fault
+    assert control is not None  # a member of the group gets it
+    return ProcessGroup(control)
+
+
+def _set_variables(ranks: Ranks, device: torch.device) -> None:
+    """DeepSpeed reads these itself, also where the launcher (srun, none) does not set them."""
+    os.environ["RANK"] = str(ranks.rank)
+    # DeepSpeed takes LOCAL_RANK for the number of the GPU.
+    os.environ["LOCAL_RANK"] = str(ranks.local_rank if device.index is None else device.index)
+    os.environ["WORLD_SIZE"] = str(ranks.world_size)
+    # On a CPU DeepSpeed takes LOCAL_SIZE for a number of devices, and builds a shared-memory extension for it.
+    os.environ.pop("LOCAL_SIZE", None)
+
+
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,129 @@
+"""--dry-run: everything is built, the largest batches are run, and nothing is left behind."""
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from data_pipeline.api import Batch, zero_weight_batch
+from data_pipeline.prepare import is_prepared
+from dist_tfm.config.schema import Config
+from dist_tfm.engine.base import Engine
+from dist_tfm.errors import RunError
+from dist_tfm.metrics.flops import length_sums, peak_flops, training_flops
+from dist_tfm.metrics.meter import peak_memory_bytes
+from dist_tfm.metrics.writers import Console
+from dist_tfm.model.counting import parameter_counts
+from dist_tfm.parallel.collectives import together
+from dist_tfm.parallel.topology import Topology
+from dist_tfm.training.corpus import open_corpus
+from dist_tfm.training.session import build_engine, prepare_shards
+
+MIB = 1 << 20
+
+
+def rehearse(config: Config, topology: Topology) -> int:
+    """Runs the largest training step and validation batch that the data can give; reports memory and speed.
+
+    Every rank calls it. Returns the exit code; raises DistTfmError.
+    """
+    console = Console(enabled=topology.is_main)
+    with contextlib.ExitStack() as stack:
+        config = stack.enter_context(_with_shards(config, topology, console))
+        corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data))
+        stack.callback(corpus.loader.close)
+        counts = parameter_counts(config.model, corpus.tokenizer.vocab_size)
+        console.say(f"parameters: {sum(counts.values()):,}")
+        console.say(corpus.description)
+        engine = build_engine(config, corpus.tokenizer.vocab_size, topology)
+        stack.callback(engine.close)
+        facts = engine.facts
+        console.say(
+            f"running on {facts.world_size} process(es), {facts.device}, {facts.precision}, ZeRO stage "
+            f"{facts.zero_stage}, attention {facts.attention}"
+        )
+        for batch in corpus.loader.largest_batches():
+            _training_step(engine, batch, config, corpus.tokenizer.vocab_size, topology, console)
+        _validation_batch(engine, corpus.validation.largest(), topology, console)
+        _report_memory(topology, console)
+    console.say("dry run passed; nothing was written")
+    return 0
+
+
+@contextlib.contextmanager
+def _with_shards(config: Config, topology: Topology, console: Console) -> Iterator[Config]:
+    """The configuration; where its shards are missing, with shards in a temporary folder, gone at the end."""
+
+    def place() -> str | None:
+        if not topology.is_main or is_prepared(config.data, config.tokenizer):
+            return None
+        return tempfile.mkdtemp(prefix="dist_tfm-dry-run-")
+
+    folder = cast(str | None, topology.world.broadcast(together(topology.world, "looking for shards", place)))
+    if folder is None:
+        yield config
+        return
+    try:
+        shards = str(Path(folder) / "shards")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, shards=shards))
+        prepare_shards(config, topology, console)
+        yield config
+    finally:
+        if topology.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _training_step(
+    engine: Engine, batch: Batch, config: Config, vocab_size: int, topology: Topology, console: Console
+) -> None:
+    """Two steps (the first one warms up) in which every micro-batch is `batch`, each rank taking its share."""
+    rank, size, count = topology.data.rank, topology.data.size, config.data.micro_batches
+    mine = [
+        dataclasses.replace(batch, index=index) if index < count else zero_weight_batch()
+        for index in range(rank, -(-count // size) * size, size)
+    ]
+    seconds = 0.0
+    for step in (1, 2):
+        topology.world.barrier()
+        started = time.perf_counter()
+        result = engine.train_batch(mine, step, count * batch.target_tokens)
+        if topology.device.type == "cuda":
+            torch.cuda.synchronize(topology.device)
+        seconds = time.perf_counter() - started
+        if not result.applied:
+            raise RunError("the loss or gradient of the largest training batch is not finite at initialisation")
+    tokens = count * (batch.source_tokens + batch.target_tokens)
+    dtype = torch.float32 if engine.facts.precision == "fp32" else torch.bfloat16
+    peak = topology.data.sum_floats([peak_flops(topology.device, dtype)])[0]
+    share = training_flops(config.model, vocab_size, length_sums([batch] * count)) / seconds / peak
+    pairs, width = batch.source.shape
+    console.say(
+        f"largest training step: {count} micro-batches of {pairs} pairs, {width} source and {batch.labels.shape[1]} "
+        f"target positions: {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s, MFU {share:.1%}"
+    )
+
+
+def _validation_batch(engine: Engine, batch: Batch, topology: Topology, console: Console) -> None:
+    topology.world.barrier()
+    started = time.perf_counter()
+    engine.evaluate(batch)
+    seconds = time.perf_counter() - started
+    pairs, width = batch.source.shape
+    console.say(
+        f"largest validation batch: {pairs} pairs, {width} source and {batch.labels.shape[1]} target positions: "
+        f"{seconds:.2f} s"
+    )
+
+
+def _report_memory(topology: Topology, console: Console) -> None:
+    used = cast(list[int], topology.world.gather(peak_memory_bytes(topology.device)))
+    kind = "allocated" if topology.device.type == "cuda" else "resident"
+    console.say(
+        f"peak of {kind} memory of a process: {max(used) / MIB:,.0f} MiB at most, {min(used) / MIB:,.0f} MiB at least"
+    )

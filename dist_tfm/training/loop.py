@@ -1,0 +1,159 @@
+"""The training loop: step after step, until done or asked to stop. At a step boundary: log, validate, checkpoint."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from data_pipeline.api import StatefulLoader, StepBatches
+from dist_tfm.config.schema import CheckpointConfig, LogConfig, TrainConfig
+from dist_tfm.engine.base import Engine, StepResult
+from dist_tfm.errors import DistTfmError, DivergedError
+from dist_tfm.metrics.meter import Meter, StepCounts, global_counts, local_counts
+from dist_tfm.metrics.writers import Console, Writers
+from dist_tfm.parallel.collectives import Group, together
+from dist_tfm.training.progress import Progress
+from dist_tfm.training.signals import StopRequest
+from dist_tfm.training.validation import Validator
+
+
+class Intervals(NamedTuple):
+    """The sections that say how long to train and what to do how often."""
+
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    log: LogConfig
+
+
+class Instruments(NamedTuple):
+    """Where the loop reports to."""
+
+    meter: Meter
+    writers: Writers
+    console: Console
+
+
+SaveCheckpoint = Callable[[Progress], None]
+
+
+def due(step: int, every: int) -> bool:
+    """Whether an interval ends at `step`; 0 switches it off."""
+    return every > 0 and step % every == 0
+
+
+class Trainer:
+    """Owns the progress of a run; everything that it works with is handed in.
+
+    saved_step: the step of the checkpoint that the run was resumed from, None for a new run.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loader: StatefulLoader,
+        validator: Validator,
+        save: SaveCheckpoint,
+        group: Group,
+        instruments: Instruments,
+        intervals: Intervals,
+        stop: StopRequest,
+        progress: Progress,
+        saved_step: int | None,
+    ) -> None:
+        self._engine, self._loader, self._validator, self._save = engine, loader, validator, save
+        self._group, self._intervals, self._stop = group, intervals, stop
+        self._meter, self._writers, self._console = instruments
+        self.progress = progress
+        self._saved_step = saved_step
+
+    def run(self) -> bool:
+        """Trains up to train.steps; True once they are reached, False when stopped on request.
+
+        Either way the last thing written is a checkpoint. Raises DivergedError after train.max_skips non-finite steps
+        in a row.
+        """
+        steps = self._intervals.train.steps
+        self._console.start(self.progress.step, steps)
+        try:
+            while self.progress.step < steps:
+                if not self._step():
+                    break
+                self._boundary()
+        finally:
+            self._console.close()
+        self._checkpoint()
+        return self.progress.step >= steps
+
+    def _step(self) -> bool:
+        """One global batch; False if any rank was asked to stop before it."""
+        self._meter.begin_step()
+        batches, counts, stopping = self._agree_on_step()
+        if stopping:
+            return False
+        assert batches is not None  # no rank failed and none is stopping
+        self._meter.data_ready()
+        step = self.progress.step + 1
+        result = self._engine.train_batch(batches.micro_batches, step, counts.sums.target)
+        loss, nll = self._group.sum_floats([result.sums.loss, result.sums.nll])
+        self._meter.end_step(counts)
+        self.progress = self.progress.after_step(batches.next_position, result.applied, self._meter.flops)
+        self._report(batches.epoch, loss, nll, result, counts)
+        return True
+
+    def _agree_on_step(self) -> tuple[StepBatches | None, StepCounts, bool]:
+        """This rank's micro-batches and, in one reduction over all ranks: token counts, requests to stop, failures."""
+        batches: StepBatches | None = None
+        failure: DistTfmError | None = None
+        try:
+            batches = self._loader.next_step()
+        except DistTfmError as error:
+            failure = error
+        counts = local_counts(batches.micro_batches if batches else [])
+        *totals, stops, failures = self._group.sum_ints([*counts, int(bool(self._stop)), int(failure is not None)])
+        if failures:
+            together(self._group, "reading the next batches", lambda: _reraise(failure))
+        return batches, global_counts(totals), stops > 0
+
+    def _report(self, epoch: int, loss: float, nll: float, result: StepResult, counts: StepCounts) -> None:
+        step, tokens = self.progress.step, counts.sums.target
+        self._console.advance()
+        if not result.applied:
+            self._console.say(
+                f"step {step}: the loss or gradient is not finite; no update was made "
+                f"({self.progress.skips_in_a_row} in a row, {self.progress.skipped_steps} in all)"
+            )
+        if due(step, self._intervals.log.every_steps) or (step == 1 and self._intervals.log.every_steps):
+            line = self._meter.line(
+                step, epoch + 1, loss / tokens, nll / tokens, result, counts, self.progress.skipped_steps
+            )
+            self._writers.write(line)
+
+    def _boundary(self) -> None:
+        """Validates and checkpoints where due, then ends a run that diverged."""
+        step, train = self.progress.step, self._intervals.train
+        diverged = self.progress.skips_in_a_row >= train.max_skips
+        if due(step, train.validate_every) or (step == train.steps and train.validate_every):
+            self._validate()
+        if due(step, self._intervals.checkpoint.every_steps) or diverged:
+            self._checkpoint()
+        if diverged:
+            raise DivergedError(
+                f"training diverged: {self.progress.skips_in_a_row} steps in a row had a non-finite loss or gradient "
+                f"(train.max_skips={train.max_skips}), up to step {step}; try a lower learning rate, a longer "
+                "schedule.warmup or optim.clip_norm"
+            )
+
+    def _validate(self) -> None:
+        record = self._validator.run(self.progress.step, self.progress.position.epoch + 1)
+        metric = self._intervals.checkpoint.best_metric
+        if (value := record.get(metric)) is not None:
+            self.progress = self.progress.with_validation(value, larger_is_better=metric == "valid_bleu")
+        self._writers.write(record)
+
+    def _checkpoint(self) -> None:
+        if self._saved_step != self.progress.step:
+            self._save(self.progress)
+            self._saved_step = self.progress.step
+
+
+def _reraise(failure: DistTfmError | None) -> None:
+    if failure is not None:
+        raise failure

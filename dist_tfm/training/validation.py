@@ -1,0 +1,111 @@
+"""Validation: the loss over exactly the held-out pairs, and BLEU of a greedily decoded sample of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import sacrebleu
+import torch
+
+from data_pipeline.api import Batch
+from data_pipeline.tokenizer import Tokenizer
+from dist_tfm.config.schema import DecodeConfig
+from dist_tfm.engine.base import Engine
+from dist_tfm.errors import RunError
+from dist_tfm.inference.greedy import greedy
+from dist_tfm.metrics.meter import perplexity
+from dist_tfm.metrics.writers import Console
+from dist_tfm.parallel.collectives import Group
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The validation set as one rank sees it.
+
+    batches: this rank's share, equally many on every rank (filled with zero-weight ones); pairs: their number over all
+    ranks; sources and references: the plain text of all pairs, by pair id.
+    """
+
+    batches: Sequence[Batch]
+    pairs: int
+    sources: Sequence[str]
+    references: Sequence[str]
+
+
+def sample_ids(pairs: int, wanted: int) -> list[int]:
+    """`wanted` pair ids spread evenly over the validation set: the same ones at every validation."""
+    wanted = min(wanted, pairs)
+    return [i * pairs // wanted for i in range(wanted)]
+
+
+class Validator:
+    """Runs one validation; every rank calls it at the same steps."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        held_out: HeldOut,
+        tokenizer: Tokenizer,
+        group: Group,
+        decode: DecodeConfig,
+        device: torch.device,
+        console: Console,
+    ) -> None:
+        self._engine, self._held_out, self._tokenizer = engine, held_out, tokenizer
+        self._group, self._decode, self._device, self._console = group, decode, device, console
+        self._sample = sample_ids(held_out.pairs, decode.valid_sentences)
+
+    def run(self, step: int, epoch: int) -> dict[str, Any]:
+        """The validation line of `step`: loss (smoothed), nll and perplexity per target token, BLEU of the sample."""
+        record = {"step": step, "epoch": epoch, **self._losses()}
+        if self._sample:
+            record["valid_decoded"] = len(self._sample)
+            record["valid_bleu"] = self._bleu()
+        return record
+
+    def _losses(self) -> dict[str, Any]:
+        sums = [self._engine.evaluate(batch) for batch in self._held_out.batches]
+        pairs, tokens = self._group.sum_ints(
+            [sum(len(b.pair_ids) for b in self._held_out.batches), sum(s.target_tokens for s in sums)]
+        )
+        if pairs != self._held_out.pairs:
+            raise RunError(f"validation covered {pairs} pairs over all ranks, expected exactly {self._held_out.pairs}")
+        loss, nll = self._group.sum_floats([sum(s.loss for s in sums), sum(s.nll for s in sums)])
+        return {
+            "valid_loss": loss / tokens,
+            "valid_nll": nll / tokens,
+            "valid_ppl": perplexity(nll / tokens),
+            "valid_pairs": pairs,
+            "valid_tokens": tokens,
+        }
+
+    def _bleu(self) -> float:
+        """sacreBLEU of the sample; every rank decodes the sentences of its own batches, all ranks get the score."""
+        model = self._engine.plain_module()
+        wanted = np.asarray(self._sample)
+        decoded: dict[str, str] = {}
+        for batch in self._held_out.batches:
+            rows = np.flatnonzero(np.isin(batch.pair_ids, wanted))
+            if len(rows) == 0:
+                continue
+            width = int(batch.source_lengths[rows].max())
+            source = torch.from_numpy(batch.source[rows, :width]).to(self._device)
+            outputs = greedy(model, source, max_extra=self._decode.max_extra)
+            for row, ids in zip(rows, outputs, strict=True):
+                decoded[str(int(batch.pair_ids[row]))] = self._tokenizer.decode(ids)
+        texts: dict[str, str] = {}
+        for part in self._group.gather(cast(Any, decoded)):
+            texts.update(cast(dict[str, str], part))
+        hypotheses = [texts[str(i)] for i in self._sample]
+        references = [self._held_out.references[i] for i in self._sample]
+        self._show(hypotheses, references)
+        return float(sacrebleu.corpus_bleu(hypotheses, [references]).score)
+
+    def _show(self, hypotheses: Sequence[str], references: Sequence[str]) -> None:
+        shown = min(self._decode.show, len(self._sample))
+        for k in range(shown):
+            i = k * len(self._sample) // shown
+            self._console.say(f"  source      {self._held_out.sources[self._sample[i]]}")
+            self._console.say(f"  translation {hypotheses[i]}")
+            self._console.say(f"  reference   {references[i]}")

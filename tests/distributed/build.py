@@ -1,0 +1,114 @@
+"""Builds the real engine for a recipe of the oracle, and reads its state back, inside one rank of a test world."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data_pipeline.api import Batch
+from dist_tfm.config.schema import OptimConfig, PrecisionConfig, ScheduleConfig
+from dist_tfm.engine.base import STATE_KINDS
+from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
+from dist_tfm.engine.fragments import tag_of
+from dist_tfm.model.initialization import initialize
+from dist_tfm.model.layers import LayerRunner
+from dist_tfm.parallel.topology import Topology
+from dist_tfm.training.loss import TranslationLoss
+from dist_tfm.training.optim import parameter_groups
+from dist_tfm.training.randomness import SeededRunner
+from dist_tfm.training.schedule import rate_function
+from tests.batches import share, step_batches, target_tokens
+from tests.oracle import Recipe, build_model
+
+RunnerFactory = Callable[[int, int], LayerRunner]
+
+
+def build_engine(
+    topology: Topology,
+    stage: int,
+    recipe: Recipe,
+    checkpointing: bool = False,
+    initial_seed: int | None = None,
+    runner: RunnerFactory | None = None,
+    wrap: Callable[[TranslationLoss], nn.Module] | None = None,
+) -> DeepSpeedEngine:
+    """The engine as the training script builds it.
+
+    initial_seed: other initial weights than the recipe's. wrap, runner: what a test puts in the place of the right ones.
+    """
+    model = build_model(recipe)
+    if initial_seed is not None:
+        initialize(model, initial_seed)
+    loss = TranslationLoss(model, recipe.smoothing)
+    optim = OptimConfig(beta1=recipe.beta1, beta2=recipe.beta2, eps=recipe.eps, clip_norm=recipe.clip)
+    schedule = ScheduleConfig(kind="noam", warmup=recipe.warmup, factor=recipe.factor)
+
+    def seeded(step: int, index: int) -> LayerRunner:
+        return SeededRunner(recipe.seed, step, index, checkpointing)
+
+    return DeepSpeedEngine(
+        loss=wrap(loss) if wrap else loss,
+        model=model,
+        groups=parameter_groups(model, optim),
+        optim=optim,
+        precision=PrecisionConfig(dtype="fp32" if recipe.precision == "fp32" else "bf16"),
+        zero_stage=stage,
+        topology=topology,
+        rate=rate_function(schedule, recipe.model.d_model),
+        runner=runner or seeded,
+    )
+
+
+def train_step(
+    engine: DeepSpeedEngine,
+    topology: Topology,
+    recipe: Recipe,
+    step: int,
+    count: Callable[[Sequence[Batch]], int] | None = None,
+) -> dict[str, Any]:
+    """One step as the training loop takes it, and what it did, with the losses of all ranks.
+
+    count: how this rank's micro-batches give the divisor, where a test wants a wrong one.
+    """
+    batches = step_batches(step, recipe.micro_batches)
+    tokens = target_tokens(batches)
+    mine = share(batches, topology.data.rank, topology.data.size)
+    result = engine.train_batch(mine, step, tokens if count is None else count(mine))
+    loss, nll, counted = topology.data.sum_floats([result.sums.loss, result.sums.nll, result.sums.target_tokens])
+    assert counted == tokens
+    return {
+        "loss": loss / tokens,
+        "nll": nll / tokens,
+        "norm": result.grad_norm,
+        "rate": result.learning_rate,
+        "applied": result.applied,
+    }
+
+
+def train_steps(
+    engine: DeepSpeedEngine, topology: Topology, recipe: Recipe, first: int, last: int
+) -> list[dict[str, Any]]:
+    return [train_step(engine, topology, recipe, step) for step in range(first, last + 1)]
+
+
+def gather_state(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    """Every parameter's master weight and moments, whole, as KIND/NAME, on every rank, put together from fragments.
+
+    Asserts that each element comes from exactly one rank.
+    """
+    tags = [tag_of(parameter) for parameter in engine._model.parameters()]
+    fragments = {fragment.tag.name: fragment for fragment in engine.fragments(divide=True)}
+    state: dict[str, Tensor] = {}
+    for tag in tags:
+        rows = torch.zeros(len(STATE_KINDS) + 1, torch.Size(tag.shape).numel())
+        if (fragment := fragments.get(tag.name)) is not None:
+            place = slice(fragment.start, fragment.start + fragment.numel)
+            for row, kind in zip(rows, STATE_KINDS, strict=False):
+                row[place] = fragment.views[kind]
+            rows[-1, place] = 1
+        dist.all_reduce(rows)
+        assert bool((rows[-1] == 1).all()), f"{tag.name} is not covered exactly once"
+        state |= {f"{kind}/{tag.name}": row.view(tag.shape) for kind, row in zip(STATE_KINDS, rows, strict=False)}
+    return state

@@ -1,0 +1,67 @@
+"""How far a run is from the oracle: one comparison for the right engine and for the mutants."""
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.batches import step_batches
+from tests.oracle import Recipe, Trajectory, train
+
+
+class Tolerance(NamedTuple):
+    """Largest allowed relative differences. loss: of any step, of loss and nll alike; norm: of any step's gradient norm;
+    gradient, weights: norm of the difference over norm, of the worst tensor."""
+
+    loss: float
+    norm: float
+    gradient: float
+    weights: float
+
+
+TOLERANCES = {
+    "fp32": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weights=1e-5),
+    "bf16": Tolerance(loss=2e-3, norm=2e-2, gradient=5e-2, weights=5e-2),
+    "bf16-autocast": Tolerance(loss=2e-3, norm=2e-2, gradient=5e-2, weights=5e-2),
+}
+"""bf16 keeps 8 bits (4e-3): two right programs that round in another order differ by that much in a gradient."""
+
+
+@cache
+def oracle(recipe: Recipe) -> Trajectory:
+    torch.set_num_threads(1)
+    return train(recipe, lambda step: step_batches(step, recipe.micro_batches))
+
+
+def measure(steps: list[dict[str, Any]], states: Path, recipe: Recipe) -> Tolerance:
+    """The differences between a run (its step records and its state file) and the oracle's."""
+    expected = oracle(recipe)
+    assert len(steps) == recipe.steps
+    state = load_file(states)
+    # After one step Adam's first moment is (1 - beta1) times the gradient, clipped.
+    gradients = {name: state[f"first/exp_avg/{name}"] / (1 - recipe.beta1) for name in expected.gradients}
+    weights = {name: state[f"last/fp32/{name}"] for name in expected.weights}
+    losses = [("loss", expected.losses), ("nll", expected.nlls)]
+    return Tolerance(
+        loss=max(
+            _relative(step[key], value) for key, values in losses for step, value in zip(steps, values, strict=True)
+        ),
+        norm=max(_relative(step["norm"], value) for step, value in zip(steps, expected.norms, strict=True)),
+        gradient=_worst(gradients, expected.gradients),
+        weights=_worst(weights, expected.weights),
+    )
+
+
+def _relative(found: float, expected: float) -> float:
+    difference = abs(found - expected) / abs(expected)
+    return math.inf if math.isnan(difference) else difference
+
+
+def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(
+        _relative(1.0 + float((found[name] - tensor).norm() / tensor.norm()), 1.0) for name, tensor in expected.items()
+    )

@@ -1,0 +1,35 @@
+"""One rank of a test world: runs the world's cases one after another and writes each one's result.
+
+python -m tests.distributed.worker WORLD FOLDER, with RANK, WORLD_SIZE, ... set.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from dist_tfm.config.schema import LaunchConfig
+from dist_tfm.parallel import topology
+from dist_tfm.parallel.environment import read_ranks
+from tests.distributed.plan import PLAN
+
+
+def main(world: str, folder: Path) -> None:
+    import os
+
+    torch.set_num_threads(1)
+    here = topology.start(read_ranks(os.environ), LaunchConfig(device="cpu", timeout=60), report=lambda line: None)
+    for name, case in PLAN[world].items():
+        try:
+            result = case(here, folder)
+        except BaseException:
+            (folder / world / f"error.{here.ranks.rank}").write_text(f"case {name}:\n{traceback.format_exc()}")
+            raise
+        (folder / world / f"{name}.{here.ranks.rank}.json").write_text(json.dumps(result))
+    topology.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,171 @@
+"""A user's mistakes: one clear sentence, the right exit code, no traceback, on one rank and on two."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import checkpoint_steps, run_job, small_project, train_command, training_lines
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small project that has trained for 6 steps in `run`; returns its configuration. Tests copy what they damage."""
+    config = small_project(tmp_path_factory.mktemp("project"))
+    done = run_job(train_command(1, "--config", str(config), "--train.steps=6", "--train.validate_every=0"))
+    assert done.returncode == 0, done.stdout
+    return config
+
+
+def refused(output: str, code: int, expected_code: int, *parts: str) -> None:
+    assert code == expected_code, output
+    assert "Traceback" not in output, output
+    for part in parts:
+        assert part in output, output
+
+
+def fails(config: Path, *arguments: str, code: int = 2, parts: tuple[str, ...]) -> None:
+    done = run_job(train_command(1, "--config", str(config), *arguments), timeout=120)
+    refused(done.stdout, done.returncode, code, *parts)
+
+
+def test_two_misspelt_keys_at_once(project: Path) -> None:
+    fails(project, "--train.stepz=3", "--modle.dropout=0", parts=("train.stepz", "train.steps", "modle.dropout"))
+
+
+def test_a_missing_corpus(tmp_path: Path) -> None:
+    config = small_project(tmp_path)
+    (tmp_path / "train.de").unlink()
+    fails(config, parts=("error:", "train.de"))
+
+
+def test_an_empty_corpus(tmp_path: Path) -> None:
+    config = small_project(tmp_path)
+    (tmp_path / "train.en").write_text("")
+    (tmp_path / "train.de").write_text("")
+    fails(config, parts=("error:", "train.en"))
+
+
+def test_sides_of_different_length(tmp_path: Path) -> None:
+    config = small_project(tmp_path)
+    with (tmp_path / "train.de").open("a") as file:
+        file.write("eine Zeile mehr\n")
+    fails(config, parts=("300", "301"))
+
+
+def test_a_wrong_encoding(tmp_path: Path) -> None:
+    config = small_project(tmp_path)
+    (tmp_path / "train.de").write_bytes((tmp_path / "train.de").read_text().encode("latin-1", errors="replace"))
+    fails(config, parts=("UTF-8", "train.de"))
+
+
+def test_a_foreign_run_directory(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    fails(project, f"--train.run_dir={tmp_path}", parts=("thesis.tex",))
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"], "nothing was written into it"
+
+
+def test_a_changed_configuration(project: Path) -> None:
+    fails(project, "--train.seed=5", parts=("train.seed", "5"))
+
+
+def test_a_checkpoint_of_another_architecture(project: Path, tmp_path: Path) -> None:
+    fails(
+        project,
+        f"--train.init_from={project.parent}/run",
+        "--model.d_ff=48",
+        f"--train.run_dir={tmp_path}/new",
+        parts=("feed_forward", "64", "48"),
+    )
+
+
+def test_a_tokenizer_that_does_not_match_the_shards(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project.parent / "shards", tmp_path / "shards")
+    model = tmp_path / "shards" / "tokenizer.model"
+    model.write_bytes(model.read_bytes() + b"\n")
+    fails(project, f"--data.shards={tmp_path}/shards", f"--train.run_dir={tmp_path}/r", parts=("tokenizer",))
+
+
+def test_a_truncated_shard(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project.parent / "shards", tmp_path / "shards")
+    shard = sorted((tmp_path / "shards" / "train").glob("*.tar"))[0]
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 700)
+    fails(project, f"--data.shards={tmp_path}/shards", f"--train.run_dir={tmp_path}/r", parts=(shard.name,))
+
+
+def test_a_truncated_shard_on_two_ranks_ends_both(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project.parent / "shards", tmp_path / "shards")
+    shard = sorted((tmp_path / "shards" / "train").glob("*.tar"))[0]
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 700)
+    done = run_job(
+        train_command(2, "--config", str(project), f"--data.shards={tmp_path}/shards", f"--train.run_dir={tmp_path}/r"),
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert shard.name in done.stdout
+    before = done.stdout.split("torch/distributed", 1)[0]
+    assert "error:" in before, "the user sees our sentence before the launcher's traceback"
+    assert done.stdout.count("error: ") == 1, "one rank says it for all"
+
+
+def test_every_checkpoint_damaged_never_starts_again(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project.parent / "run", tmp_path / "run")
+    for step in checkpoint_steps(tmp_path / "run"):
+        for file in (tmp_path / "run" / "checkpoints" / f"step_{step}").glob("*.safetensors"):
+            file.write_bytes(file.read_bytes()[:-3])
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    arguments = ("--train.steps=8", f"--train.run_dir={tmp_path}/run")
+    for _ in range(2):
+        fails(project, *arguments, code=1, parts=("damaged",))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics, "nothing already written is lost"
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project.parent / "run", tmp_path / "run")
+    file = next((tmp_path / "run" / "checkpoints" / "step_6").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    common = ("--config", str(project), "--train.steps=8", "--train.validate_every=0")
+    done = run_job(train_command(1, *common, f"--train.run_dir={tmp_path}/run"))
+    assert done.returncode == 0, done.stdout
+    assert "step_6" in done.stdout
+    assert "resumed at step 5" in done.stdout
+    assert (tmp_path / "run" / "checkpoints" / "step_6.damaged").is_dir()
+    whole = run_job(train_command(1, *common, f"--train.run_dir={tmp_path}/whole"))
+    assert whole.returncode == 0, whole.stdout
+    assert training_lines(tmp_path / "run") == training_lines(tmp_path / "whole")
+
+
+def test_diverging_ends_with_exit_code_three(project: Path, tmp_path: Path) -> None:
+    fails(
+        project,
+        "--schedule.peak=1.0e+30",
+        "--train.max_skips=3",
+        "--train.validate_every=0",
+        f"--train.run_dir={tmp_path}/d",
+        code=3,
+        parts=("diverged", "3 steps in a row"),
+    )
+    assert checkpoint_steps(tmp_path / "d")
+
+
+def test_shards_prepared_differently_are_not_overwritten(project: Path, tmp_path: Path) -> None:
+    fails(project, "--tokenizer.vocab_size=520", f"--train.run_dir={tmp_path}/v", parts=("tokenizer.vocab_size",))
+
+
+def test_no_gpu_where_one_was_asked_for(project: Path, tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    fails(project, "--launch.device=cuda", f"--train.run_dir={tmp_path}/g", parts=("launch.device",))
+
+
+def test_scripts_without_arguments_they_need() -> None:
+    done = run_job([sys.executable, "data_pipeline/browse.py"])
+    assert done.returncode == 2
+    assert "Traceback" not in done.stdout

@@ -1,0 +1,149 @@
+"""Starting, watching and killing real training jobs, as a user (or a cluster) would."""
+
+import json
+import lzma
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+CORPUS = ROOT / "data_pipeline" / "corpora" / "swmsg_ende"
+BIN = Path(sys.executable).parent
+TIMINGS = frozenset({"tokens_per_second", "data_wait_fraction", "mfu", "memory_bytes"})
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's variables, less those by which launchers and Slurm name ranks."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "ACCELERATE_", "OMP_", "TORCHELASTIC", "CROSS_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(names)}
+
+
+def head(name: str, count: int) -> str:
+    """The first lines of a file of the embedded corpus."""
+    with lzma.open(CORPUS / name, "rt", encoding="utf-8") as file:
+        return "".join(line for line, _ in zip(file, range(count), strict=False))
+
+
+def small_project(folder: Path, pairs: int = 300, valid: int = 24) -> Path:
+    """A corpus of real pairs and a configuration that trains a very small model on it; returns the configuration."""
+    for language in ("en", "de"):
+        (folder / f"train.{language}").write_text(head(f"train.{language}.xz", pairs), encoding="utf-8")
+        (folder / f"valid.{language}").write_text(head(f"valid.{language}.xz", valid), encoding="utf-8")
+    config = folder / "small.yaml"
+    config.write_text(
+        f"""
+model: {{encoder_layers: 2, decoder_layers: 2, d_model: 32, d_ff: 64, heads: 4, dropout: 0.1, norm: pre}}
+data:
+  train_source: {folder}/train.en
+  train_target: {folder}/train.de
+  valid_source: {folder}/valid.en
+  valid_target: {folder}/valid.de
+  shards: {folder}/shards
+  pairs_per_block: 64
+  pairs_per_shard: 128
+  batch_tokens: 400
+  micro_batches: 2
+tokenizer: {{vocab_size: 500}}
+schedule: {{kind: inverse_sqrt, warmup: 20, peak: 2.0e-3}}
+train: {{steps: 20, run_dir: {folder}/run, validate_every: 10}}
+checkpoint: {{every_steps: 5}}
+log: {{every_steps: 1}}
+decode: {{valid_sentences: 8, show: 1, max_extra: 5}}
+launch: {{device: cpu, threads: 1, timeout: 120}}
+"""
+    )
+    return config
+
+
+def train_command(ranks: int, *arguments: str) -> list[str]:
+    """The command line of a job on `ranks` processes of this machine."""
+    script = str(ROOT / "dist_tfm" / "train.py")
+    if ranks == 1:
+        return [sys.executable, script, *arguments]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, script, *arguments]
+
+
+def run_job(command: Sequence[str], timeout: float = 240, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Runs a job to its end; standard error goes into the output."""
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def start_job(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    """Starts a job in the background, its output appended to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=output, stderr=subprocess.STDOUT)
+
+
+def kill_job(job: "subprocess.Popen[bytes]") -> int:
+    """SIGKILLs every process of a job at once (launcher, workers, their children); returns how many."""
+    try:
+        parent = psutil.Process(job.pid)
+        family = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        family = []
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(family, timeout=30)
+    job.wait()
+    return len(family)
+
+
+def read_metrics(run: Path, timings: bool = False) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl, without the keys that measure time and memory."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.endswith("}")]
+    return [{k: v for k, v in json.loads(line).items() if timings or k not in TIMINGS} for line in lines]
+
+
+def training_lines(run: Path) -> list[dict[str, Any]]:
+    """The training lines of metrics.jsonl, without timings."""
+    return [line for line in read_metrics(run) if "valid_loss" not in line]
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """Steps of the checkpoints that are there, ascending."""
+    return sorted(int(p.name[5:]) for p in (run / "checkpoints").glob("step_*") if p.name[5:].isdigit())
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill: after some seconds, when a step is logged, or as soon as a checkpoint is being written."""
+
+    kind: str
+    value: float
+
+    def wait(self, job: "subprocess.Popen[bytes]", run: Path, patience: float = 90) -> str:
+        """Returns what came first: the moment, or the job's end."""
+        started = time.monotonic()
+        while time.monotonic() - started < patience and job.poll() is None:
+            passed = time.monotonic() - started
+            if self.kind == "seconds" and passed >= self.value:
+                return f"after {passed:.2f} s"
+            if self.kind == "step" and (lines := read_metrics(run)) and lines[-1]["step"] >= self.value:
+                return f"at step {lines[-1]['step']}"
+            if self.kind == "checkpoint" and any((run / "checkpoints").glob("step_*.tmp")):
+                time.sleep(self.value)
+                return f"{self.value * 1000:.1f} ms into writing a checkpoint"
+            time.sleep(0.001 if self.kind == "checkpoint" else 0.01)
+        return "after it had ended"

@@ -1,0 +1,74 @@
+"""Normalisation and rejection of pairs."""
+
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.clean import (
+    BLANK,
+    LINE_SEPARATORS,
+    RATIO,
+    RATIO_FREE_CHARACTERS,
+    CleaningReport,
+    normalise,
+    rejection,
+)
+
+ANY_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("scho\u0308n", "schön"),
+        ("  a \t b\u00a0\u3000c  ", "a b c"),
+        ("\ufeffBOM", "BOM"),
+        ("a\u2028b\u2029c\x85d\x0be", "a b c d e"),
+        ("null\x00 bell\x07 esc\x1b[0m c1\x9b", "null bell esc[0m c1"),
+        ("x\r", "x"),
+        ("▁already", "_already"),
+        ("\x00\ufeff \u2028", ""),
+        ("emoji 👩\u200d💻 stays", "emoji 👩\u200d💻 stays"),
+    ],
+)
+def test_normalise_examples(raw: str, expected: str) -> None:
+    assert normalise(raw) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(ANY_TEXT)
+def test_normalised_text_is_stable_one_line_and_free_of_controls(text: str) -> None:
+    clean = normalise(text)
+    assert normalise(clean) == clean
+    assert unicodedata.is_normalized("NFC", clean)
+    assert clean == " ".join(clean.split())
+    assert not any(unicodedata.category(c) == "Cc" or c in LINE_SEPARATORS or c in "\ufeff\u2581" for c in clean)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ANY_TEXT)
+def test_the_fast_path_changes_nothing(text: str) -> None:
+    # A control at the end keeps the text off the fast path and vanishes.
+    assert normalise(text) == normalise(text + "\x07")
+
+
+def test_rejections() -> None:
+    assert rejection("", "etwas", 5.0) == BLANK
+    assert rejection("something", "", 5.0) == BLANK
+    assert rejection("OK", "In Ordnung, gemacht", 5.0) is None, "short sides are free of the ratio"
+    free = RATIO_FREE_CHARACTERS
+    assert rejection("a" * free, "b", 2.0) is None
+    assert rejection("a" * (free + 1), "b", 2.0) == RATIO
+    assert rejection("b", "a" * (free + 1), 2.0) == RATIO
+    assert rejection("a" * 50, "b" * 10, 5.0) is None
+    assert rejection("a" * 51, "b" * 10, 5.0) == RATIO
+
+
+def test_reports_add_up() -> None:
+    total = CleaningReport(read=3, kept=2, rejected={BLANK: 1})
+    total.add(CleaningReport(read=5, kept=2, rejected={BLANK: 1, RATIO: 2}))
+    assert total == CleaningReport(read=8, kept=4, rejected={BLANK: 2, RATIO: 2})
+    total.reject(RATIO, 0)
+    assert total.read == total.kept + sum(total.rejected.values())

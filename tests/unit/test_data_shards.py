@@ -1,0 +1,281 @@
+"""Block shards: exact round trip, stock webdataset reads them, and nothing damaged or hostile gets through."""
+
+import dataclasses
+import io
+import json
+import pickle
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import InputError
+from data_pipeline.files import sha256_of
+from data_pipeline.index import Index, read_index, write_index
+from data_pipeline.shards import ShardReader, decode_block
+from tests.data_factory import CHECKSUM, make_blocks, make_reader, random_lengths, write_split
+
+LENGTHS = random_lengths(700, seed=3)
+
+
+def reader_of(folder: Path) -> ShardReader:
+    return ShardReader(folder / "train", read_index(folder / "train"), CHECKSUM)
+
+
+def read_all(reader: ShardReader) -> None:
+    for number in range(reader.blocks):
+        reader.block(number)
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(500, np.uint16), (65_536, np.uint16), (65_537, np.uint32)])
+def test_blocks_come_back_as_written(tmp_path: Path, vocabulary: int, dtype: type) -> None:
+    reader = make_reader(tmp_path, LENGTHS, vocabulary=vocabulary)
+    assert reader.blocks == 11
+    assert reader.block_pairs.tolist() == [64] * 10 + [60]
+    assert np.array_equal(reader.lengths, LENGTHS)
+    for number, block in enumerate(make_blocks(LENGTHS, 64, vocabulary=vocabulary)):
+        found = reader.block(number)
+        for field in dataclasses.fields(block):
+            assert np.array_equal(getattr(found, field.name), getattr(block, field.name)), field.name
+        assert found.source.dtype == found.target.dtype == dtype
+        assert found.source_lengths.dtype == np.uint8
+
+
+def test_long_lengths_take_a_wider_type(tmp_path: Path) -> None:
+    reader = make_reader(tmp_path, np.array([[300, 2], [1, 70_000]]), pairs_per_block=1)
+    assert [reader.block(i).source_lengths.dtype for i in (0, 1)] == [np.uint16, np.uint8]
+    assert [reader.block(i).target_lengths.dtype for i in (0, 1)] == [np.uint8, np.uint32]
+    assert reader.lengths.tolist() == [[300, 2], [1, 70_000]]
+
+
+def test_index_counts_and_size(tmp_path: Path) -> None:
+    lengths = random_lengths(20_000, seed=1)
+    index = write_split(tmp_path, lengths, pairs_per_block=4096, blocks_per_shard=3)
+    assert index == read_index(tmp_path / "train")
+    assert index.pairs == 20_000
+    assert index.tokens == tuple((lengths + 1).sum(axis=0))
+    raw = 2 * int(lengths.sum())
+    assert sum(shard.bytes for shard in index.shards) < 1.08 * raw
+    keys = set(json.loads((tmp_path / "train" / "index.json").read_bytes()))
+    assert keys == {
+        "format_version", "tokenizer_checksum", "vocab_size", "special_ids", "fingerprint", "split", "texts", "shards",
+    }  # fmt: skip
+
+
+def test_shards_are_the_same_bytes_at_any_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_split(tmp_path / name, LENGTHS)
+    for path in sorted((tmp_path / "a" / "train").iterdir()):
+        assert path.read_bytes() == (tmp_path / "b" / "train" / path.name).read_bytes(), path.name
+    with tarfile.open(tmp_path / "a" / "train" / "train-000000.tar") as tar:
+        assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in tar} == {(0, 0, 0, "", "", 0o644)}
+
+
+def test_stock_webdataset_reads_the_same_arrays(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    reader = make_reader(tmp_path, LENGTHS)
+    shards = [str(reader.folder / shard.file) for shard in reader.index.shards]
+    samples = list(webdataset.WebDataset(shards, shardshuffle=False))
+    assert [sample["__key__"] for sample in samples] == [f"{number:06d}" for number in range(reader.blocks)]
+    for number, sample in enumerate(samples):
+        block = reader.block(number)
+        arrays = {
+            "src.npy": block.source, "src_len.npy": block.source_lengths,
+            "tgt.npy": block.target, "tgt_len.npy": block.target_lengths,
+        }  # fmt: skip
+        assert {key for key in sample if not key.startswith("_")} == set(arrays)
+        for key, expected in arrays.items():
+            assert np.array_equal(np.load(io.BytesIO(sample[key]), allow_pickle=False), expected)
+
+
+def test_a_block_segment_is_a_tar_stream_of_its_own(tmp_path: Path) -> None:
+    tariterators = pytest.importorskip("webdataset.tariterators")
+    reader = make_reader(tmp_path, LENGTHS)
+    shard = reader.index.shards[1]
+    place = shard.blocks[2]
+    data = (reader.folder / shard.file).read_bytes()[place.offset : place.offset + place.bytes]
+    names = [member["fname"] for member in tariterators.tar_file_iterator(io.BytesIO(data))]
+    assert names == [f"000006.{part}.npy" for part in ("src", "src_len", "tgt", "tgt_len")]
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def edit_index(folder: Path, change: Callable[[dict], object]) -> None:
+    path = folder / "train" / "index.json"
+    content = json.loads(path.read_bytes())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def second_block(folder: Path) -> int:
+    return read_index(folder / "train").shards[0].blocks[1].offset
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing shard": (lambda f: (f / "train/train-000001.tar").unlink(), r"train-000001\.tar is missing"),
+    "truncated shard": (
+        lambda f: (f / "train/train-000001.tar").write_bytes((f / "train/train-000001.tar").read_bytes()[:-700]),
+        r"train-000001\.tar is truncated",
+    ),
+    "longer shard": (
+        lambda f: (f / "train/train-000001.tar").write_bytes((f / "train/train-000001.tar").read_bytes() + b"x"),
+        r"train-000001\.tar is too long",
+    ),
+    "flipped bit in a block": (
+        lambda f: flip(f / "train/train-000000.tar", second_block(f) + 700),
+        r"train-000000\.tar, block 1 at byte \d+: damaged",
+    ),
+    "missing lengths": (lambda f: (f / "train/train-000000.lengths.npy").unlink(), r"lengths\.npy is missing"),
+    "other lengths": (lambda f: flip(f / "train/train-000000.lengths.npy", 140), r"lengths\.npy does not match"),
+    "no index": (lambda f: (f / "train/index.json").unlink(), r"index\.json not found"),
+    "index cut": (
+        lambda f: (f / "train/index.json").write_bytes((f / "train/index.json").read_bytes()[:100]),
+        r"index\.json is damaged",
+    ),
+    "other format": (lambda f: edit_index(f, lambda i: i.update(format_version=9)), "format version 9"),
+    "unknown key": (lambda f: edit_index(f, lambda i: i.update(extra=1)), r"index\.json is damaged \(extra"),
+    "other special ids": (lambda f: edit_index(f, lambda i: i["special_ids"].update(pad=3)), "special ids"),
+    "path out of the folder": (
+        lambda f: edit_index(f, lambda i: i["shards"][0].update(file="../x.tar")), r"shards\.0\.file",
+    ),
+    "pairs that do not add up": (
+        lambda f: edit_index(f, lambda i: i["shards"][0].update(pairs=999)), "do not add up",
+    ),
+    "block that is not where it should be": (
+        lambda f: edit_index(f, lambda i: i["shards"][0]["blocks"][1].__setitem__(0, 512)), "has no block at byte",
+    ),
+    "other tokenizer": (
+        lambda f: edit_index(f, lambda i: i.update(tokenizer_checksum="d" * 64)),
+        "encoded with tokenizer dddddddddddd",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_in_one_sentence(tmp_path: Path, damage: str) -> None:
+    write_split(tmp_path, LENGTHS)
+    read_all(reader_of(tmp_path))
+    spoil, sentence = DAMAGE[damage]
+    spoil(tmp_path)
+    with pytest.raises(InputError, match=sentence) as caught:
+        read_all(reader_of(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+class Boom:
+    """Pickles into a call that leaves a trace when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (Path.touch, (self.trace,))
+
+
+def npy(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=True)
+    return buffer.getvalue()
+
+
+def segment(members: dict[str, bytes], link: str | None = None) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            if name == link:
+                info.type, info.size, info.linkname = tarfile.SYMTYPE, 0, "/etc/passwd"
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def honest_members() -> dict[str, bytes]:
+    ids, lengths = np.array([4, 5, 6], dtype=np.uint16), np.array([1, 2], dtype=np.uint8)
+    return {
+        "000000.src.npy": npy(ids), "000000.src_len.npy": npy(lengths),
+        "000000.tgt.npy": npy(ids), "000000.tgt_len.npy": npy(lengths),
+    }  # fmt: skip
+
+
+def test_hostile_members_run_no_code_and_are_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    bomb = Boom(trace)
+    pickled = pickle.dumps(bomb)
+    objects = np.empty(1, dtype=object)
+    objects[0] = bomb
+    members = honest_members()
+    assert decode_block(segment(members), 500).pairs == 2
+    attacks = {
+        "array of objects": {**members, "000000.src.npy": npy(objects)},
+        "a pickle in place of an array": {**members, "000000.tgt.npy": pickled},
+        "a .pyd member": {**members, "000000.pyd": pickled},
+        "a .pyd member first": {"000000.pyd": pickled, **members},
+        "a renamed member": {**dict(list(members.items())[:3]), "000000.tgt_len.pyd": members["000000.tgt_len.npy"]},
+        "a member too few": dict(list(members.items())[:3]),
+    }
+    for name, planted in attacks.items():
+        with pytest.raises(ValueError, match=r"unexpected member|no plain array|holds 3 of the 4|flat array"):
+            decode_block(segment(planted), 500)
+        assert not trace.exists(), name
+    with pytest.raises(ValueError, match="unexpected member"):
+        decode_block(segment(members, link="000000.src.npy"), 500)
+    pickle.loads(pickled)
+    assert trace.exists(), "the bomb must work, or this test shows nothing"
+
+
+def test_a_planted_block_with_a_right_checksum_is_still_refused(tmp_path: Path) -> None:
+    """An attacker who rewrites the index as well gains nothing."""
+    index = write_split(tmp_path, LENGTHS, blocks_per_shard=1)
+    trace = tmp_path / "ran"
+    data = segment({**honest_members(), "000000.pyd": pickle.dumps(Boom(trace))})
+    path = tmp_path / "train" / index.shards[0].file
+    path.write_bytes(data)
+    shard = dataclasses.replace(
+        index.shards[0],
+        bytes=len(data),
+        checksum=sha256_of(path),
+        blocks=((0, len(data), index.shards[0].pairs),),
+        block_checksums=(zlib.crc32(data),),
+    )
+    write_index(tmp_path / "train", dataclasses.replace(index, shards=(shard, *index.shards[1:])))
+    with pytest.raises(InputError, match=r"block 0 at byte 0: unexpected member '000000\.pyd'"):
+        reader_of(tmp_path).block(0)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "sentence"),
+    [
+        ("000000.src.npy", np.array([4, 5, 500], dtype=np.uint16), r"source ids lie outside \[3, 500\)"),
+        ("000000.tgt.npy", np.array([4, 5, 2], dtype=np.uint16), "target ids lie outside"),
+        ("000000.tgt.npy", np.array([4, 5], dtype=np.uint16), "target lengths do not add up"),
+        ("000000.src.npy", np.array([4.0, 5.0, 6.0]), "not a flat array of unsigned"),
+        ("000000.src.npy", np.array([[4, 5, 6]], dtype=np.uint16), "not a flat array of unsigned"),
+    ],
+)
+def test_arrays_that_are_no_block_are_refused(name: str, array: np.ndarray, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        decode_block(segment({**honest_members(), name: npy(array)}), 500)
+
+
+def test_a_sidecar_that_lies_is_found_when_blocks_are_read(tmp_path: Path) -> None:
+    index: Index = write_split(tmp_path, LENGTHS, blocks_per_shard=100)
+    path = tmp_path / "train" / index.shards[0].lengths_file
+    table = np.load(path)
+    table[[70, 71]] = table[[71, 70]]
+    np.save(path, table)
+    shard = dataclasses.replace(index.shards[0], lengths_checksum=sha256_of(path))
+    write_index(tmp_path / "train", dataclasses.replace(index, shards=(shard,)))
+    reader = reader_of(tmp_path)
+    reader.block(0)
+    with pytest.raises(InputError, match=r"block 1 at byte \d+: its lengths differ"):
+        reader.block(1)

@@ -1,0 +1,109 @@
+"""The tokenizer: training is deterministic and bounded, every text comes back, output is always one line."""
+
+import io
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.api import TokenizerConfig
+from data_pipeline.clean import LINE_SEPARATORS, normalise
+from data_pipeline.errors import InputError
+from data_pipeline.sources import read_lines, resolve
+from data_pipeline.tokenizer import SPECIAL_IDS, Tokenizer, train_tokenizer
+
+FIRST_BYTE_PIECE = 4
+
+
+def corpus() -> list[str]:
+    files = (resolve(f"embedded:swmsg_ende/valid.{language}.xz") for language in ("en", "de"))
+    return [normalise(line) for file in files for line in read_lines(file)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(train_tokenizer(corpus(), TokenizerConfig(vocab_size=1000)), "trained here")
+
+
+def test_training_is_deterministic_and_keeps_the_size(tokenizer: Tokenizer) -> None:
+    again = train_tokenizer(corpus(), TokenizerConfig(vocab_size=1000))
+    assert again == tokenizer.model
+    assert tokenizer.vocab_size == 1000
+    assert tokenizer.pieces(range(4)) == ["<pad>", "<s>", "</s>", "<unk>"]
+    assert tokenizer.pieces([FIRST_BYTE_PIECE, FIRST_BYTE_PIECE + 255]) == ["<0x00>", "<0xFF>"]
+
+
+def test_a_saved_model_is_the_same_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(tokenizer.model)
+    loaded = Tokenizer.load(path)
+    assert loaded.checksum == tokenizer.checksum
+    assert loaded.encode(["Datei nicht gefunden"]) == tokenizer.encode(["Datei nicht gefunden"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.characters(exclude_categories=("Cs",)), max_size=40))
+def test_text_to_ids_and_back(tokenizer: Tokenizer, text: str) -> None:
+    (ids,) = tokenizer.encode([text])
+    assert tokenizer.decode(ids) == normalise(text)
+    assert all(i > max(SPECIAL_IDS.values()) for i in ids), "encoded text holds no special ids"
+    assert bool(ids) == bool(normalise(text))
+
+
+@pytest.mark.parametrize("text", ["<s> </s> <pad> <unk>", "<0x0A>", "⁇", "%s: \"%d\""])
+def test_what_looks_like_a_special_piece_is_plain_text(tokenizer: Tokenizer, text: str) -> None:
+    (ids,) = tokenizer.encode([text])
+    assert min(ids) > 3
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("separator", LINE_SEPARATORS)
+def test_line_separators_from_byte_pieces_become_spaces(tokenizer: Tokenizer, separator: str) -> None:
+    ids = [*tokenizer.encode(["a"])[0], *(FIRST_BYTE_PIECE + byte for byte in separator.encode())]
+    decoded = tokenizer.decode([*ids, *tokenizer.encode(["b"])[0]])
+    assert len(decoded.splitlines()) == 1
+    assert separator not in decoded
+    assert decoded.replace(" ", "") == "ab"
+
+
+def test_invalid_bytes_become_replacement_characters(tokenizer: Tokenizer) -> None:
+    assert "\ufffd" in tokenizer.decode([FIRST_BYTE_PIECE + 0xC3])
+
+
+def test_special_ids_are_dropped_and_foreign_ones_refused(tokenizer: Tokenizer) -> None:
+    (ids,) = tokenizer.encode(["Datei nicht gefunden"])
+    assert tokenizer.decode([1, *ids, 3, 2, 0, 0]) == "Datei nicht gefunden"
+    assert tokenizer.decode([]) == ""
+    for wrong in (-1, tokenizer.vocab_size):
+        with pytest.raises(ValueError, match="expected ids below 1000"):
+            tokenizer.decode([5, wrong])
+
+
+def test_too_large_a_vocabulary_names_the_largest_possible() -> None:
+    lines = corpus()[:60]
+    with pytest.raises(InputError, match=r"vocab_size is 30000, but this corpus allows \d+ at most") as caught:
+        train_tokenizer(lines, TokenizerConfig(vocab_size=30000))
+    largest = int(str(caught.value).rpartition(" ")[2])
+    assert Tokenizer(train_tokenizer(lines, TokenizerConfig(vocab_size=largest)), "x").vocab_size == largest
+    with pytest.raises(InputError):
+        train_tokenizer(lines, TokenizerConfig(vocab_size=largest + 1))
+
+
+def test_too_small_a_vocabulary_is_explained() -> None:
+    with pytest.raises(InputError, match=r"characters of this corpus alone need \d+"):
+        train_tokenizer(corpus(), TokenizerConfig(vocab_size=300))
+
+
+def test_other_special_ids_and_other_files_are_refused(tmp_path: Path) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus()), model_writer=model, vocab_size=500, model_type="bpe", minloglevel=5
+    )
+    with pytest.raises(InputError, match="expected the special ids"):
+        Tokenizer(model.getvalue(), "foreign.model")
+    with pytest.raises(InputError, match="not a SentencePiece model"):
+        Tokenizer(b"plain text, no model at all", "text.model")
+    with pytest.raises(InputError, match="not found"):
+        Tokenizer.load(tmp_path / "none.model")

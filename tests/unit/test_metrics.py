@@ -1,0 +1,98 @@
+"""Metrics: the file that is cut back, JSON without NaN, FLOPs against torch's own counter."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from data_pipeline.api import Batch, zero_weight_batch
+from dist_tfm.config.schema import ModelConfig
+from dist_tfm.metrics.flops import forward_flops, length_sums, measured_gemm_peak, training_flops
+from dist_tfm.metrics.meter import global_counts, local_counts
+from dist_tfm.metrics.writers import JsonLinesWriter, cut_back, finite
+from dist_tfm.model.transformer import Transformer
+
+
+def batch(pairs: int, source: int, target: int, first_id: int = 0) -> Batch:
+    return Batch(
+        source=np.full((pairs, source), 5),
+        target_in=np.full((pairs, target), 5),
+        labels=np.full((pairs, target), 5),
+        source_lengths=np.full(pairs, source),
+        target_lengths=np.full(pairs, target),
+        pair_ids=np.arange(first_id, first_id + pairs),
+        index=0,
+    )
+
+
+def write_lines(path: Path, steps: list[int], tail: str = "") -> None:
+    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in steps) + tail)
+
+
+def test_cutting_back_keeps_bytes_and_inode_of_what_stays(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [1, 2, 2, 3, 4], tail='{"step": 5, "lo')
+    before, inode = path.read_bytes(), path.stat().st_ino
+    cut_back(path, 2)
+    assert path.stat().st_ino == inode, "in place: a reader that follows the file keeps following it"
+    assert before.startswith(path.read_bytes())
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("tail", ['{"step": 3', "\0\0\0\0", "[1]\n"])
+def test_a_line_broken_by_a_kill_is_cut_off(tmp_path: Path, tail: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, [1, 2], tail)
+    cut_back(path, 2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    cut_back(tmp_path / "absent.jsonl", 2)
+
+
+def test_lines_are_flushed_at_once_and_exact(tmp_path: Path) -> None:
+    writer = JsonLinesWriter(tmp_path / "m.jsonl")
+    value = 1 / 3
+    writer.write({"step": 1, "loss": value, "ppl": math.inf, "nll": math.nan})
+    record = json.loads((tmp_path / "m.jsonl").read_text())
+    assert record == {"step": 1, "loss": value, "ppl": None, "nll": None}
+    assert finite({"a": -math.inf}) == {"a": None}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ModelConfig(encoder_layers=2, decoder_layers=3, d_model=32, d_ff=48, heads=4),
+        ModelConfig(encoder_layers=1, decoder_layers=1, d_model=32, d_ff=48, heads=4, d_k=6, d_v=10, norm="pre"),
+    ],
+)
+def test_flops_equal_the_count_of_torchs_own_counter(config: ModelConfig) -> None:
+    config = ModelConfig(**{**config.__dict__, "attention": "reference", "dropout": 0.0})
+    data = batch(3, 7, 5)
+    model = Transformer(config, vocab_size=50)
+    with FlopCounterMode(display=False) as counter:
+        model.logits(model(torch.from_numpy(data.source), torch.from_numpy(data.target_in)))
+    expected = counter.get_total_flops()
+    assert forward_flops(config, 50, length_sums([data])) == expected
+    with FlopCounterMode(display=False) as counter:
+        model.logits(model(torch.from_numpy(data.source), torch.from_numpy(data.target_in))).sum().backward()
+    # The first products' inputs, embeddings, take a gradient too: nothing is left out of the backward pass.
+    assert training_flops(config, 50, length_sums([data])) == counter.get_total_flops() == 3 * expected
+
+
+def test_counts_add_up_over_ranks_and_tell_pairs_apart() -> None:
+    parts = [[batch(2, 4, 3)], [batch(3, 5, 2, first_id=2), zero_weight_batch()]]
+    whole = global_counts(local_counts([b for part in parts for b in part]))
+    summed = global_counts([sum(v) for v in zip(*(local_counts(part) for part in parts), strict=True)])
+    assert whole == summed
+    assert (whole.sums.source, whole.sums.target) == (2 * 4 + 3 * 5, 2 * 3 + 3 * 2)
+    assert whole.padding_fraction == 0.0
+    other = global_counts(local_counts([batch(2, 4, 3), batch(3, 5, 2, first_id=3)]))
+    assert other.pair_hash != whole.pair_hash
+    assert 0 <= whole.pair_hash < 2**53
+
+
+def test_the_measured_peak_is_a_rate() -> None:
+    assert measured_gemm_peak(torch.device("cpu"), torch.float32, size=128, seconds=0.0) > 1e6
