@@ -31,8 +31,9 @@ format: install
 	$(BIN)/ruff format .
 
 bench: install
-	$(BIN)/python benchmarks/loader_throughput.py
-	$(BIN)/python benchmarks/train_throughput.py
+	$(BIN)/python benchmarks/loader_throughput.py --json benchmarks/results/loader_throughput.json
+	$(BIN)/python benchmarks/train_throughput.py --json benchmarks/results/train_throughput.json
+	$(BIN)/python benchmarks/tables.py
 
 # Kills real training jobs at random moments, at length (the short version is part of `make test`).
 torture: install

@@ -112,9 +112,8 @@ def print_plan(reader: ShardReader, data: DataConfig, seed: int) -> None:
     plan = source.load(0, 0).plan
     tokens = sum(plan.tokens) / max(1, plan.steps)
     print(f"  plan of window 1 of {source.windows} (epoch 1, seed {seed})")
-    print(
-        f"  steps          {plan.steps:,} of {data.micro_batches} micro-batches of up to {source.budget:,} tokens a side"
-    )
+    print(f"  steps          {plan.steps:,} of {data.micro_batches} micro-batches")
+    print(f"  micro-batch    at most {source.budget:,} padded tokens a side")
     print(f"  padding        {100 * plan.padding:.2f} % of all cells")
     print(f"  fill           {100 * plan.fill:.1f} % of the budget of the larger side")
     print(f"  tokens a step  {tokens:,.0f} (source and target together)")

@@ -28,6 +28,7 @@ from data_pipeline.ragged import Integers, smallest_unsigned
 from data_pipeline.tokenizer import Tokenizer
 
 PAIRS_PER_PIECE = 32_768
+"""Size of the pieces that preparation is cut into: what one process encodes, and an interruption loses, at a time."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Piece:
     targets: Sequence[str]
 
 
-def pieces_of(pairs: Iterable[tuple[str, str]], size: int = PAIRS_PER_PIECE) -> Iterator[Piece]:
+def pieces_of(pairs: Iterable[tuple[str, str]], size: int) -> Iterator[Piece]:
     """Cuts a stream of pairs into pieces of `size` (the last one smaller)."""
     sources: list[str] = []
     targets: list[str] = []

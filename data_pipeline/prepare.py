@@ -34,7 +34,7 @@ from tqdm import tqdm
 from data_pipeline.api import DataConfig, TokenizerConfig
 from data_pipeline.assemble import Layout, make_index, write_train_shards, write_valid_shards
 from data_pipeline.clean import REASONS, CleaningReport, normalise, rejection
-from data_pipeline.encode import Encoder, Piece, Rules, encode_pieces, pieces_of
+from data_pipeline.encode import PAIRS_PER_PIECE, Encoder, Piece, Rules, encode_pieces, pieces_of
 from data_pipeline.errors import InputError, describe_os_error
 from data_pipeline.files import write_bytes_atomically, write_json_atomically
 from data_pipeline.index import Index, write_index
@@ -75,6 +75,8 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, log: Log) -> None:
             check_same(folder, known, asked)
         if is_complete(folder):
             check_prepared(data, tokenizer)
+            # There if the run that finished was ended before it could tidy up.
+            shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
             log(f"already prepared: {_summary(folder)}")
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,11 +191,11 @@ class _Preparation:
         self._report({TRAIN: (train_report, train), VALID: (valid_report, valid)})
         write_index(self._folder / VALID, valid)
         write_index(self._folder / TRAIN, train)
-        shutil.rmtree(self._work)
+        shutil.rmtree(self._work, ignore_errors=True)
 
     def _pieces(self, split: str) -> Iterator[Piece]:
         names = (getattr(self._data, f"{split}_source"), getattr(self._data, f"{split}_target"))
-        return pieces_of(read_pairs(resolve(names[0]), resolve(names[1])))
+        return pieces_of(read_pairs(resolve(names[0]), resolve(names[1])), PAIRS_PER_PIECE)
 
     def _tokenizer(self) -> Tokenizer:
         path = self._folder / TOKENIZER_FILE

@@ -30,6 +30,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="build everything, run the largest training and validation batch, report memory and speed, leave nothing",
     )
+    # The deepspeed launcher adds it to the command line; the variable LOCAL_RANK, which it also sets, is what counts.
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
 
 
 def main(argv: Sequence[str]) -> int:

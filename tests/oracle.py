@@ -1,5 +1,6 @@
 """The oracle: training as plain PyTorch in one process, written from the paper and sharing no code with the engine or
-with dist_tfm.training. It uses the model's class, torch's Adam, and its own loss, schedule, seeds, accumulation, clipping.
+with dist_tfm.training. It uses the model's class and torch's Adam; loss, schedule, seeds, accumulation and clipping are
+its own.
 """
 
 import contextlib

@@ -75,10 +75,10 @@ class CheckpointManager:
             }
             records = cast(list[dict[str, Json]], self._group.gather(mine))
             counters = {**counters, "step": step, "updates": engine.updates}
-            texts = {COUNTERS: dump_json(counters), CONFIG: config.encode()}
 
             def publish() -> None:
                 if rank == 0:
+                    texts = {COUNTERS: dump_json(counters), CONFIG: config.encode()}
                     _publish(target, temporary, step, records, texts, tokenizer)
 
             together(self._group, doing, publish)

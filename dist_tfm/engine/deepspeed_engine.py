@@ -5,13 +5,14 @@ pass, and gradients are summed over ranks: neither padding, raggedness, the numb
 fill a short round change a step.
 """
 
+import contextlib
 import copy
+import io
 import logging
 import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -73,11 +74,12 @@ class DeepSpeedEngine:
         tag_parameters(model)
         loss.to(topology.device)
         self._skeleton = _without_weights(model) if zero_stage == 3 else None
-        # ZeRO-3 replaces this function in the whole process; close() puts it back.
+        # ZeRO-3 replaces this function in the whole process; close() then puts it back.
         self._linear = nn.functional.linear
         adam = _build_adam(groups, optim, zero_stage, rate(1))
         config = deepspeed_config(zero_stage, precision, optim)
-        self._engine: Any = deepspeed.initialize(model=loss, optimizer=adam, config=config)[0]
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints memory tables there; errors are raised
+            self._engine: Any = deepspeed.initialize(model=loss, optimizer=adam, config=config)[0]
         if zero_stage == 0 and topology.data.size == 1:
             self._engine.enable_backward_allreduce = False  # it would copy every gradient to reduce nothing
         create_state(self._engine)
@@ -155,7 +157,8 @@ class DeepSpeedEngine:
         if self._engine is not None:
             self._engine.destroy()
             self._engine = None
-        nn.functional.linear = self._linear
+        if self._skeleton is not None:
+            nn.functional.linear = self._linear
 
 
 def _build_adam(
@@ -179,11 +182,11 @@ def _without_weights(model: Transformer) -> Transformer:
     return copy.deepcopy(model, memo=empty)
 
 
-def _gathered(parameter: Tensor) -> AbstractContextManager[None]:
+def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[None]:
     """While it is entered (by every rank), a parameter divided by ZeRO-3 is whole."""
     import deepspeed
 
-    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameter)
+    context: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameter)
     return context
 
 
@@ -230,6 +233,8 @@ def _import_deepspeed(device: torch.device) -> Any:
         import deepspeed
         import deepspeed.ops
     warnings.filterwarnings("ignore", module=r"deepspeed(\..*)?")
+    # It calls collectives by names that torch warns of at every call.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # Its shared-memory collectives are compiled for a minute when the first engine starts, and hang on a stale lock.
     # Setting the entry before the table is first looked at also spares the compiler runs that fill the table.

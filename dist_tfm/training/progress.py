@@ -1,5 +1,6 @@
 """Where a run stands: the counters that a checkpoint keeps beside weights and moments."""
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -45,8 +46,8 @@ class Progress:
         )
 
     def with_validation(self, value: float, larger_is_better: bool) -> "Progress":
-        """Notes the value of checkpoint.best_metric at this step, if it is the best so far."""
+        """Notes the value of checkpoint.best_metric at this step, if it is a number and the best so far."""
         sign = 1 if larger_is_better else -1
-        if self.best_value is not None and sign * value <= sign * self.best_value:
+        if not math.isfinite(value) or (self.best_value is not None and sign * value <= sign * self.best_value):
             return self
         return replace(self, best_step=self.step, best_value=value)

@@ -36,7 +36,7 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """The engine as the training script builds it.
 
-    initial_seed: other initial weights than the recipe's. wrap, runner: what a test puts in the place of the right ones.
+    initial_seed: other initial weights than the recipe's. wrap, runner: what a test puts in place of the right ones.
     """
     model = build_model(recipe)
     if initial_seed is not None:

@@ -109,7 +109,7 @@ class Poisoned(nn.Module):
 
 
 def skipping(topology: Topology, folder: Path, stage: int, recipe: Recipe, what: str, value: str) -> dict[str, Any]:
-    """Step 2 goes wrong on the last rank alone; steps 1 and 3 are clean. A twin that never saw step 2 is the measure."""
+    """Step 2 goes wrong on the last rank alone, 1 and 3 are clean. A twin that never saw step 2 is the measure."""
     poison: list[Poisoned] = []
 
     def wrap(loss: TranslationLoss) -> nn.Module:
@@ -200,6 +200,18 @@ def linear_is_restored(topology: Topology, folder: Path, recipe: Recipe) -> dict
     engine.close()
     engine.close()
     return {"replaced": during is not before, "restored": nn.functional.linear is before}
+
+
+def fine(topology: Topology, folder: Path) -> int:
+    return topology.world.sum_ints([1])[0]
+
+
+def one_rank_raises(topology: Topology, folder: Path) -> None:
+    """Rank 1 fails while rank 0 waits for it: the world must end, and show rank 1's error."""
+    if topology.ranks.rank == 1:
+        raise ValueError("rank 1 has a reason of its own")
+    topology.world.barrier()
+    time.sleep(300)
 
 
 def _write_state(topology: Topology, path: Path, **states: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from tests.oracle import Recipe, Trajectory, train
 
 
 class Tolerance(NamedTuple):
-    """Largest allowed relative differences. loss: of any step, of loss and nll alike; norm: of any step's gradient norm;
+    """Largest allowed relative differences. loss: of any step, loss and nll alike; norm: of any step's gradient norm;
     gradient, weights: norm of the difference over norm, of the worst tensor."""
 
     loss: float
@@ -23,12 +23,13 @@ class Tolerance(NamedTuple):
     weights: float
 
 
-TOLERANCES = {
-    "fp32": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weights=1e-5),
-    "bf16": Tolerance(loss=2e-3, norm=2e-2, gradient=5e-2, weights=5e-2),
-    "bf16-autocast": Tolerance(loss=2e-3, norm=2e-2, gradient=5e-2, weights=5e-2),
-}
-"""bf16 keeps 8 bits (4e-3): two right programs that round in another order differ by that much in a gradient."""
+FP32_TOLERANCE = Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weights=1e-5)
+
+# bf16 keeps 8 bits (4e-3): two right programs that round in another order differ by that much in a gradient, and Adam
+# turns a small gradient's rounding into whole updates of the biases, which start at 0. Losses stay close.
+BF16_TOLERANCE = Tolerance(loss=2e-3, norm=3e-2, gradient=3e-2, weights=0.15)
+
+TOLERANCES = {"fp32": FP32_TOLERANCE, "bf16": BF16_TOLERANCE, "bf16-autocast": BF16_TOLERANCE}
 
 
 @cache

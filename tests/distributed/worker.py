@@ -4,6 +4,7 @@ python -m tests.distributed.worker WORLD FOLDER, with RANK, WORLD_SIZE, ... set.
 """
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -17,8 +18,6 @@ from tests.distributed.plan import PLAN
 
 
 def main(world: str, folder: Path) -> None:
-    import os
-
     torch.set_num_threads(1)
     here = topology.start(read_ranks(os.environ), LaunchConfig(device="cpu", timeout=60), report=lambda line: None)
     for name, case in PLAN[world].items():

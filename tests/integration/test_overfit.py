@@ -16,7 +16,7 @@ def test_five_hundred_pairs_are_recited(tmp_path: Path) -> None:
             *("--tokenizer.vocab_size=1200", "--data.batch_tokens=1500", "--data.micro_batches=1"),
             *("--schedule.peak=3.0e-3", "--schedule.warmup=60", "--train.label_smoothing=0", "--train.steps=320"),
             *("--train.validate_every=320", "--checkpoint.every_steps=0", "--decode.valid_sentences=500"),
-            *("--launch.threads=2", "--log.every_steps=40", "--decode.max_extra=50"),
+            *("--log.every_steps=40", "--decode.max_extra=50"),
         )
     )
     assert done.returncode == 0, done.stdout

@@ -136,6 +136,19 @@ def test_queries_that_see_nothing_give_zeros_and_zero_gradients(
         assert tensor.isfinite().all()
 
 
+def test_the_fused_kernel_is_never_shown_a_row_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kernels answer such a row with NaN, which in the backward pass spreads whatever is done to the output."""
+
+    def strict(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor, dropout_p: float) -> Tensor:
+        assert attn_mask.any(-1).all()
+        return query.new_full((*query.shape[:3], value.size(3)), 3.0)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", strict)
+    output = attend_sdpa(*inputs(4, 4), key_mask((4, 0, 2), 4), False, 0.0, False)
+    assert (output[1] == 0).all()
+    assert (output[[0, 2]] == 3).all()
+
+
 @KERNELS
 def test_causal_queries_before_the_first_key_see_nothing(attend: Attend) -> None:
     """More queries than keys: the lower right corner is aligned, so the first two rows are blind."""

@@ -133,6 +133,19 @@ def test_a_model_that_ends_at_once_gives_empty_translations() -> None:
     assert greedy(model, sources()) == [[]] * 6
 
 
+def test_a_sentence_that_has_ended_stays_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted scores: the second sentence ends first and then "goes on" while the others are still decoded."""
+    script = iter([[7, 8, 9], [7, EOS, 9], [7, 8, 9], [7, 8, EOS], [7, 8]])
+
+    def scripted(hidden: Tensor) -> Tensor:
+        tokens = next(script)[: hidden.size(0)]
+        return torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float()[:, None]
+
+    model = build()
+    monkeypatch.setattr(model, "logits", scripted)
+    assert greedy(model, sources((5, 5, 5)), max_extra=1) == [[7] * 5, [8], [9] * 3]
+
+
 @pytest.mark.parametrize("special", [PAD, BOS])
 def test_pad_and_bos_are_never_predicted_even_if_they_score_highest(special: int) -> None:
     model = build()

@@ -57,6 +57,7 @@ def test_lines_are_flushed_at_once_and_exact(tmp_path: Path) -> None:
     value = 1 / 3
     writer.write({"step": 1, "loss": value, "ppl": math.inf, "nll": math.nan})
     record = json.loads((tmp_path / "m.jsonl").read_text())
+    writer.close()
     assert record == {"step": 1, "loss": value, "ppl": None, "nll": None}
     assert finite({"a": -math.inf}) == {"a": None}
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from data_pipeline.api import BOS, EOS, PAD
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.embedding import Embedding, SinusoidalPositions, sinusoids
+from dist_tfm.model.feed_forward import FeedForward
 from dist_tfm.model.initialization import initialize
 from dist_tfm.model.layers import run_plainly
 from dist_tfm.model.norm import connect_post_norm, connect_pre_norm
@@ -198,6 +199,36 @@ def test_embedding_is_scaled_token_plus_position() -> None:
     assert torch.allclose(embedding(ids), expected)
     shifted = embedding.weight[ids] * 32**0.5 + sinusoids(8, 32)[5:8]
     assert torch.allclose(embedding(ids, 5), shifted)
+
+
+def test_feed_forward_is_relu_between_two_affine_maps() -> None:
+    layer = FeedForward(SMALL)
+    x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))
+    inner = (x @ layer.up.weight.T + layer.up.bias).clamp(min=0)
+    assert (inner == 0).any()
+    assert torch.allclose(layer(x), inner @ layer.down.weight.T + layer.down.bias, atol=1e-6)
+
+
+@NORMS
+@KERNELS
+def test_gradients_of_every_parameter_are_slopes_of_the_loss(norm: str, attention: str) -> None:
+    """Central differences in float64 along a random direction of each parameter; all three uses of the tied matrix."""
+    model = build(torch.float64, norm=norm, attention=attention)
+    module, batch, step = TranslationLoss(model, 0.1), sentences(), 1e-6
+    module(*batch)[0].backward()
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in model.named_parameters():
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        start = parameter.detach().clone()
+        values = []
+        with torch.no_grad():
+            for sign in (1, -1):
+                parameter.copy_(start + sign * step * direction)
+                values.append(float(module(*batch)[0]))
+            parameter.copy_(start)
+        assert parameter.grad is not None
+        slope = float((parameter.grad * direction).sum())
+        assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-4, abs=1e-5), name
 
 
 def test_sinusoids_are_interleaved_as_in_the_paper() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,8 @@ def test_progress_survives_json_and_counts_skips() -> None:
     progress = progress.with_validation(2.5, larger_is_better=False)
     assert progress.with_validation(2.6, larger_is_better=False) == progress
     assert progress.with_validation(2.6, larger_is_better=True).best_value == 2.6
+    assert progress.with_validation(math.nan, larger_is_better=False) == progress
+    assert Progress().with_validation(math.inf, larger_is_better=True) == Progress()
     assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
     assert progress.after_step(progress.position, applied=True, flops=9).skips_in_a_row == 0
     with pytest.raises(RunError, match=r"counters\.json"):

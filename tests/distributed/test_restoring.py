@@ -1,10 +1,12 @@
-"""Checkpoints written in one layout and loaded in another, and what happens when they are damaged or cannot be written."""
+"""Checkpoints written in one layout and loaded in another; and those that are damaged or cannot be written."""
 
 import pytest
 
 from tests.distributed.cases import SAVE_STEP
 from tests.distributed.plan import BASE, DAMAGES, FP32, LOADS, Load
 from tests.distributed.world import Worlds
+
+pytestmark = pytest.mark.timeout(1200)  # the first test of a world waits for all its cases
 
 RUNS = [
     pytest.param(world, load, id=f"{world[0]}_ranks_{load.name}") for world, loads in LOADS.items() for load in loads
@@ -33,7 +35,7 @@ def test_checkpoint_loads_into_another_layout(worlds: Worlds, world: str, load: 
 def test_loads_cover_every_stage_and_number_of_ranks() -> None:
     loads = [(world, load) for world, found in LOADS.items() for load in found]
     changed = [(load.source, int(world[0])) for world, load in loads]
-    assert {(1, 2), (2, 3), (3, 4), (4, 1), (4, 2), (3, 1), (3, 2)} <= set(changed)
+    assert {(1, 2), (1, 3), (1, 4), (3, 4), (2, 1), (3, 1), (4, 1), (3, 2), (4, 2)} <= set(changed)
     stages = {(load.written.stage, load.loaded.stage) for _, load in loads}
     assert {written for written, _ in stages} == {loaded for _, loaded in stages} == {0, 1, 2, 3}
     assert {(0, 0), (1, 1), (2, 2), (3, 3)} <= {
@@ -107,7 +109,7 @@ def test_init_from_takes_weights_alone(worlds: Worlds, stage: int) -> None:
         assert result["weights"]
         assert result["no_moments"]
         assert result["rate"] == first_rate  # the schedule starts anew
-        assert result["missing"][:2] == ["InputError", 2] or result["missing"][1] == 2
+        assert result["missing"][1] == 2
         assert "no such directory" in result["missing"][2]
 
 

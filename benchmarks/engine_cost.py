@@ -1,0 +1,277 @@
+"""What the engine costs: DeepSpeed against a bare PyTorch loop that trains the same model on the same micro-batches.
+
+Both sides share the model, the loss, the seeds of dropout, the schedule, clipping and fused AdamW, so their losses must
+agree (this is checked): what differs is the engine alone. Every round trains each contender on the same step, in turns.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.harness import Recorder, interleave, paired_ratio, say
+from data_pipeline.api import Batch
+from data_pipeline.loader import BlockLoader
+from data_pipeline.shards import ShardReader
+from dist_tfm.config.schema import Config, ModelConfig
+from dist_tfm.engine.base import to_device
+from dist_tfm.errors import RunError
+from dist_tfm.metrics.flops import length_sums, measured_gemm_peak, training_flops
+from dist_tfm.model.initialization import initialize
+from dist_tfm.model.transformer import Transformer
+from dist_tfm.parallel.topology import Topology
+from dist_tfm.training.loss import TranslationLoss
+from dist_tfm.training.optim import parameter_groups
+from dist_tfm.training.randomness import SeededRunner
+from dist_tfm.training.schedule import rate_function
+from dist_tfm.training.session import build_engine
+
+Steps = Sequence[Sequence[Batch]]
+Precision = Literal["fp32", "bf16", "bf16-autocast"]
+
+AGREEMENT = {"fp32": 1e-4, "bf16": 2e-2}
+"""Largest relative difference of a step's loss between contenders that do the same work."""
+
+KINDS = {
+    "products": {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    },
+    "copies": {
+        "aten::copy_",
+        "aten::cat",
+        "aten::clone",
+        "aten::_foreach_copy_",
+        "aten::fill_",
+        "aten::zero_",
+        "aten::_foreach_zero_",
+    },
+    "adam": {"aten::_fused_adamw_", "aten::_fused_adam_"},
+}
+"""Kinds of operators by name; all others are "other", and time inside none of them is "python"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much to measure.
+
+    micro_batch_tokens: padded tokens a side of each of a step's two micro-batches; rounds: timed steps of each
+    contender, after one that warms up; profiled: steps of each that are profiled after them.
+    """
+
+    model: ModelConfig
+    vocabulary: int
+    micro_batch_tokens: int
+    rounds: int
+    profiled: int
+    gemm_seconds: float
+
+
+PAPERLIKE = Effort(
+    model=ModelConfig(encoder_layers=3, decoder_layers=3),
+    vocabulary=8000,
+    micro_batch_tokens=2048,
+    rounds=5,
+    profiled=2,
+    gemm_seconds=0.3,
+)
+QUICK = Effort(
+    model=ModelConfig(encoder_layers=1, decoder_layers=1, d_model=64, d_ff=128, heads=2),
+    vocabulary=4000,
+    micro_batch_tokens=128,
+    rounds=2,
+    profiled=1,
+    gemm_seconds=0.02,
+)
+
+
+class BareLoop:
+    """The same training as the engine's, in plain PyTorch. bf16: bf16 weights, fp32 masters and accumulation."""
+
+    def __init__(self, config: Config, vocabulary: int, precision: Precision, device: torch.device) -> None:
+        model = Transformer(config.model, vocabulary)
+        initialize(model, config.train.seed)
+        model.to(device)
+        self._loss = TranslationLoss(model, config.train.label_smoothing)
+        self._weights: list[Tensor] = list(model.parameters())
+        self._masters = self._weights
+        groups = parameter_groups(model, config.optim)
+        if precision == "bf16":
+            self._masters = [nn.Parameter(p.detach().clone()) for p in self._weights]
+            master_of = {id(p): m for p, m in zip(self._weights, self._masters, strict=True)}
+            groups = [{**group, "params": [master_of[id(p)] for p in group["params"]]} for group in groups]
+            model.bfloat16()
+        self._config, self._device = config, device
+        self._autocast = precision == "bf16-autocast"
+        self._rate = rate_function(config.schedule, config.model.d_model)
+        betas = (config.optim.beta1, config.optim.beta2)
+        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.optim.eps, fused=True)
+
+    def train(self, batches: Sequence[Batch], step: int) -> float:
+        """One step, counted from 1; the loss per target token."""
+        tokens = sum(batch.target_tokens for batch in batches)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for batch in batches:
+            runner = SeededRunner(self._config.train.seed, step, batch.index, checkpointing=False)
+            autocast = torch.autocast(self._device.type, torch.bfloat16) if self._autocast else contextlib.nullcontext()
+            with autocast:
+                loss, _ = self._loss(*to_device(batch, self._device), runner)
+            (loss / tokens).backward()
+            total += loss.detach()
+            self._accumulate()
+        if self._config.optim.clip_norm:
+            nn.utils.clip_grad_norm_(self._masters, self._config.optim.clip_norm)
+        for group in self._adam.param_groups:
+            group["lr"] = self._rate(step)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        self._publish()
+        return float(total) / tokens
+
+    @torch.no_grad()
+    def _accumulate(self) -> None:
+        """Adds the bf16 gradients of a micro-batch to those of the fp32 masters."""
+        if self._masters is self._weights:
+            return
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            if weight.grad is not None:
+                master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+            weight.grad = None
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Rounds the masters into the weights."""
+        if self._masters is not self._weights:
+            torch._foreach_copy_(self._weights, self._masters)
+
+
+@dataclasses.dataclass
+class Contender:
+    """Something that trains: a step's micro-batches and its number to the loss per target token."""
+
+    name: str
+    train: Callable[[Sequence[Batch], int], float]
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+    def timed(self, batches: Sequence[Batch]) -> float:
+        """Seconds of the contender's next step."""
+        started = time.perf_counter()
+        loss = self.train(batches, len(self.losses) + 1)
+        seconds = time.perf_counter() - started
+        self.losses.append(loss)
+        return seconds
+
+    def profiled(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Seconds of the contender's next step by kind of operator."""
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            total = self.timed(batches)
+        seconds = dict.fromkeys((*KINDS, "other"), 0.0)
+        for event in profiler.key_averages():
+            kind = next((kind for kind, names in KINDS.items() if event.key in names), "other")
+            seconds[kind] += event.self_cpu_time_total / 1e6
+        return {**seconds, "python": total - sum(seconds.values())}
+
+
+def measure_engine_cost(
+    config: Config, reader: ShardReader, topology: Topology, effort: Effort, recorder: Recorder
+) -> None:
+    """Rows of one dtype: the engine at ZeRO stage 0 and 1, the bare loop, what the engine adds, and where.
+
+    config: its model and batch sizes are replaced by the effort's. Raises RunError if contenders' losses part.
+    """
+    dtype = config.precision.dtype
+    data = dataclasses.replace(
+        config.data, batch_tokens=2 * effort.micro_batch_tokens, micro_batches=2, workers=0, window_pairs=1_000_000
+    )
+    config = dataclasses.replace(config, model=effort.model, data=data)
+    say(f"engine cost, {dtype}: {effort.rounds} rounds of 2 x {effort.micro_batch_tokens} tokens")
+    steps = take_steps(reader, config, 1 + effort.rounds + effort.profiled)
+    bare_of: dict[int, Precision] = {0: "bf16-autocast" if dtype == "bf16" else "fp32", 1: dtype}
+    with contextlib.ExitStack() as stack:
+        contenders = [
+            Contender(f"bare-loop-{precision}", BareLoop(config, effort.vocabulary, precision, topology.device).train)
+            for precision in dict.fromkeys(bare_of.values())
+        ]
+        contenders += [_engine_contender(config, stage, effort.vocabulary, topology, stack) for stage in bare_of]
+        seconds = interleave({c.name: _next_step(c, steps) for c in contenders}, 1 + effort.rounds)
+        with profile(activities=[ProfilerActivity.CPU]):
+            torch.zeros(1).add_(1)  # starting the profiler for the first time takes a while
+        shares = interleave({c.name: _next_profile(c, steps) for c in contenders}, effort.profiled)
+    check_agreement(contenders, AGREEMENT[dtype])
+    timed = {name: times[1:] for name, times in seconds.items()}
+    kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+    peak = measured_gemm_peak(topology.device, kind, seconds=effort.gemm_seconds)
+    _record_speeds(timed, steps[1 : 1 + effort.rounds], config, effort.vocabulary, peak, recorder)
+    for stage, bare in bare_of.items():
+        ours, theirs = f"engine-{dtype}-stage-{stage}", f"bare-loop-{bare}"
+        recorder.add(f"engine-cost-{dtype}-stage-{stage}", paired_ratio(timed[ours], timed[theirs]) - 1, "fraction")
+        for part in shares[ours][0]:
+            extra = [a[part] - b[part] for a, b in zip(shares[ours], shares[theirs], strict=True)]
+            recorder.add(f"engine-extra-{dtype}-stage-{stage}-{part}", statistics.median(extra), "s/step")
+
+
+def take_steps(reader: ShardReader, config: Config, count: int) -> Steps:
+    """The first `count` steps of real pairs; the planner orders them at random, so they are a fair sample."""
+    with BlockLoader(reader, config.data, config.train.seed, rank=0, dp=1) as loader:
+        return [loader.next_step().micro_batches for _ in range(count)]
+
+
+def check_agreement(contenders: Sequence[Contender], tolerance: float) -> None:
+    """Raises RunError unless all contenders had the same loss in every step: else they did not do the same work."""
+    first, *others = contenders
+    for other in others:
+        for step, (a, b) in enumerate(zip(first.losses, other.losses, strict=True), 1):
+            if not abs(a - b) <= tolerance * abs(a):
+                raise RunError(
+                    f"{first.name} and {other.name} were expected to train alike, but at step {step} their losses are "
+                    f"{a} and {b}: their times cannot be compared"
+                )
+
+
+def _engine_contender(
+    config: Config, stage: int, vocabulary: int, topology: Topology, stack: contextlib.ExitStack
+) -> Contender:
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero_stage=stage))
+    engine = build_engine(config, vocabulary, topology)
+    stack.callback(engine.close)
+
+    def train(batches: Sequence[Batch], step: int) -> float:
+        result = engine.train_batch(batches, step, sum(batch.target_tokens for batch in batches))
+        return result.sums.loss / result.sums.target_tokens
+
+    return Contender(f"engine-{config.precision.dtype}-stage-{stage}", train)
+
+
+def _next_step(contender: Contender, steps: Steps) -> Callable[[], float]:
+    return lambda: contender.timed(steps[len(contender.losses)])
+
+
+def _next_profile(contender: Contender, steps: Steps) -> Callable[[], dict[str, float]]:
+    return lambda: contender.profiled(steps[len(contender.losses)])
+
+
+def _record_speeds(
+    timed: dict[str, list[float]], steps: Steps, config: Config, vocabulary: int, peak: float, recorder: Recorder
+) -> None:
+    sums = [length_sums(batches) for batches in steps]
+    tokens = [s.source + s.target for s in sums]
+    flops = [training_flops(config.model, vocabulary, s) for s in sums]
+    ours = timed[f"engine-{config.precision.dtype}-stage-1"]
+    for name, seconds in timed.items():
+        recorder.add(
+            name,
+            paired_ratio(tokens, seconds),
+            "tokens/s",
+            ratio=paired_ratio(seconds, ours) if name.startswith("bare") else None,
+            peak_fraction=paired_ratio(flops, seconds) / peak,
+        )

@@ -1,0 +1,109 @@
+"""How fast a configuration trains in one process, and what the engine costs over a bare PyTorch loop.
+
+    python benchmarks/train_throughput.py                       configs/tiny.yaml, fp32 and bf16
+    python benchmarks/train_throughput.py --parts engine        only the engine against the bare loop
+    python benchmarks/train_throughput.py --config configs/base_ende.yaml --data.shards=shards/mine
+
+Real tokens a second (source + target, pads not counted) of the real loader, model, loss and engine; each dtype in a
+process of its own, so that its peak of memory is its own.
+"""
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script: Python put this folder, not the repository, on the path
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+from benchmarks.harness import Recorder, add_common_options, finish, positive, read_rows, say, start_recording
+from data_pipeline.command_line import parse_command_line
+from data_pipeline.prepare import prepare
+from data_pipeline.prepared import open_prepared
+from data_pipeline.settings import run_main
+from dist_tfm.config.loading import SECTIONS, check_sections, make_config
+from dist_tfm.config.schema import Config
+from dist_tfm.errors import ConfigError, RunError
+from dist_tfm.parallel.environment import read_ranks
+
+SCRIPT = Path(__file__).name
+DESCRIPTION = "Measures training: tokens a second, share of the GEMM peak, padding, memory; and the engine's own cost."
+DTYPES, PARTS = ("fp32", "bf16"), ("training", "engine")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_common_options(parser)
+    parser.add_argument("--steps", type=positive, metavar="N", help="timed training steps (default 60)")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="timed steps of the engine part (default 5)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="default: both")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: both")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The program; argv without its name. Returns the exit code, raises DistTfmError."""
+    sections, options = parse_command_line(
+        SCRIPT, DESCRIPTION, SECTIONS, "configs/tiny.yaml", argv, add_options=_add_options, check=check_sections
+    )
+    if len(options.dtypes) == 1:
+        config = make_config(sections)
+        config = dataclasses.replace(
+            config,
+            precision=dataclasses.replace(config.precision, dtype=options.dtypes[0]),
+            launch=dataclasses.replace(config.launch, threads=options.threads),
+        )
+        return finish(_measure(config, options, argv), options.json)
+    recorder = start_recording(SCRIPT, argv)
+    for dtype in options.dtypes:
+        _measure_elsewhere(argv, dtype, recorder)
+    return finish(recorder, options.json)
+
+
+def _measure_elsewhere(argv: Sequence[str], dtype: str, recorder: Recorder) -> None:
+    """Runs this program for one dtype in a process of its own and takes over its rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.json"
+        arguments = [*argv, "--dtypes", dtype, "--json", str(rows)]
+        done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.DEVNULL)
+        if done.returncode:
+            raise RunError(f"the process that measured {dtype} ended with exit code {done.returncode}: see above")
+        recorder.rows += [dataclasses.replace(row, command=recorder.command) for row in read_rows(rows)]
+
+
+def _measure(config: Config, options: argparse.Namespace, argv: Sequence[str]) -> Recorder:
+    ranks = read_ranks(os.environ)
+    if ranks.world_size != 1:
+        raise ConfigError(f"expected one process, found {ranks.world_size} (by {ranks.launcher}): start it by python")
+    # Seconds of imports, which --help does not wait for.
+    import torch
+
+    from benchmarks.engine_cost import PAPERLIKE, QUICK, measure_engine_cost
+    from benchmarks.training_speed import measure_training
+    from dist_tfm.parallel.topology import shutdown, start
+
+    torch.set_num_threads(options.threads)
+    topology = start(ranks, config.launch, report=say)
+    gpu = torch.cuda.get_device_name(topology.device) if topology.device.type == "cuda" else None
+    recorder = start_recording(SCRIPT, argv, gpu)
+    effort = QUICK if options.quick else PAPERLIKE
+    rounds = options.rounds or effort.rounds
+    effort = dataclasses.replace(effort, rounds=rounds, profiled=min(rounds, effort.profiled))
+    try:
+        prepare(config.data, config.tokenizer, say)
+        if "training" in options.parts:
+            steps, chunk = options.steps or (2 if options.quick else 60), 1 if options.quick else 4
+            measure_training(config, topology, steps, chunk, effort.gemm_seconds, recorder)
+        if "engine" in options.parts:
+            reader = open_prepared(Path(config.data.shards)).train
+            measure_engine_cost(config, reader, topology, effort, recorder)
+    finally:
+        shutdown()
+    return recorder
+
+
+if __name__ == "__main__":
+    run_main(lambda: main(sys.argv[1:]))
