@@ -291,6 +291,31 @@ def test_an_end_at_any_file_is_finished_by_the_same_command(
     assert cut_at > 15, "every file's end was tried"
 
 
+def test_finished_work_is_not_done_again(
+    corpus: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, rename = tmp_path / "shards", os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if target.name == "train-000002.tar":
+            raise PowerCut
+        rename(source, target)
+
+    monkeypatch.setattr(files.os, "replace", replace)
+    with pytest.raises(PowerCut):
+        run(config(corpus, shards))
+    monkeypatch.setattr(files.os, "replace", rename)
+    kept = {name: times(shards)[str(shards / name)] for name in ("tokenizer.model", "train/train-000001.tar")}
+
+    def never(*_: object) -> None:
+        raise AssertionError("every piece was encoded before the interruption")
+
+    monkeypatch.setattr("data_pipeline.encode.Encoder.write", never)
+    run(config(corpus, shards))
+    assert {name: times(shards)[str(shards / name)] for name in kept} == kept
+    assert contents(shards) == contents(reference)
+
+
 def test_no_space_left_is_one_sentence_and_the_next_run_finishes(
     corpus: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,9 +86,11 @@ def test_batches_hold_exactly_the_pairs_that_they_name(reader: ShardReader) -> N
             assert batch.labels.shape[1] == batch.target_lengths.max()
 
 
-def test_epochs_differ_and_the_seed_matters(reader: ShardReader) -> None:
-    first, second = one_epoch(reader, CONFIG), []
-    with BlockLoader(reader, CONFIG, 1, 0, 1, Position(1, 0, 0)) as loader:
+@pytest.mark.parametrize("window_pairs", [400, 10_000])
+def test_epochs_differ_and_the_seed_matters(reader: ShardReader, window_pairs: int) -> None:
+    config = dataclasses.replace(CONFIG, window_pairs=window_pairs)
+    first, second = one_epoch(reader, config), []
+    with BlockLoader(reader, config, 1, 0, 1, Position(1, 0, 0)) as loader:
         while loader.position.epoch == 1:
             second.append(loader.next_step())
     sets = [
@@ -101,7 +103,7 @@ def test_epochs_differ_and_the_seed_matters(reader: ShardReader) -> None:
         for epoch in (first, second)
     ]
     assert not {shared for shared in sets[0] & sets[1] if len(shared) > 1}
-    assert step_key(one_epoch(reader, CONFIG, seed=2)[0]) != step_key(first[0])
+    assert step_key(one_epoch(reader, config, seed=2)[0]) != step_key(first[0])
 
 
 @pytest.mark.parametrize("dp", [2, 3, 4, 5])

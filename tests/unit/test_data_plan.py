@@ -1,5 +1,6 @@
 """The planner: every pair once, never over the budget, always a multiple of M, well filled, nothing but lengths in."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.plan import Plan, plan_held_out, plan_window, split_to_multiple, window_blocks
+from data_pipeline.plan import Plan, cut_to_budget, plan_held_out, plan_window, split_to_multiple, window_blocks
 from tests.data_factory import random_lengths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +113,28 @@ def test_two_epochs_share_no_micro_batches() -> None:
     for epoch in range(1, 6):
         shared = micro_batch_sets(0, sparse) & micro_batch_sets(epoch, sparse)
         assert len(shared) < len(micro_batch_sets(0, sparse)) / 2
+
+
+def test_cuts_move_where_the_order_cannot() -> None:
+    # One strip, all differences distinct: the order is given but for its direction.
+    lengths = np.stack((np.arange(1, 41), np.full(40, 40)), axis=1)
+    plans = (plan_window(lengths[:, 0], lengths[:, 1], 400, 1, (1, epoch, 0)) for epoch in range(8))
+    assert len({frozenset(frozenset(part.tolist()) for part in pieces(plan)) for plan in plans}) > 4
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    longer=st.lists(st.integers(1, 12), min_size=1, max_size=60), budget=st.integers(12, 40), first=st.integers(1, 9)
+)
+def test_cuts_are_greedy_and_never_over_the_budget(longer: list[int], budget: int, first: int) -> None:
+    table = np.array(longer)
+    offsets = cut_to_budget(table, budget, first)
+    assert offsets[0] == 0
+    assert offsets[-1] == len(table)
+    for number, (low, high) in enumerate(itertools.pairwise(offsets.tolist())):
+        assert (high - low) * table[low:high].max() <= budget
+        full = high == len(table) or (high - low + 1) * table[low : high + 1].max() > budget
+        assert full or (number == 0 and high - low == first), "one more would have fitted"
 
 
 def test_every_part_of_the_key_matters_and_the_same_key_repeats() -> None:
