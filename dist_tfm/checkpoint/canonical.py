@@ -1,13 +1,13 @@
 """State by canonical name and full shape, in safetensors files that any layout writes and any other layout reads.
 
 Each rank writes one file with only what it owns: one-dimensional fp32 tensors named KIND/NAME (fp32/encoder... for the
-master weight, exp_avg/..., exp_avg_sq/...), each a flat range of a parameter. The index says which range that is, and
+master weight, exp_avg/..., exp_avg_sq/..., ema/...), each a flat range of a parameter. The index says which range that is, and
 a reader takes from the files only the ranges that its own layout needs.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,29 +53,41 @@ def write_state(path: Path, fragments: Sequence[Fragment]) -> FileRecord:
 
     Raises OSError, and ValueError where two fragments would have the same key.
     """
-    tensors = [
+    views = [
         (f"{kind}/{fragment.tag.name}", view)
         for fragment in fragments
         if fragment.tag.writer
         for kind, view in fragment.views.items()
     ]
-    header: dict[str, Json] = {"__metadata__": {"format": str(FORMAT)}}
-    end = 0
-    for key, view in tensors:
-        if key in header:
-            raise ValueError(f"two fragments of {key} on one rank")
+    for key, view in views:
         if view.dtype != torch.float32:
             raise ValueError(f"{key}: expected fp32 state, found {view.dtype}")
-        begin, end = end, end + view.numel() * view.element_size()
-        header[key] = {"dtype": "F32", "shape": [view.numel()], "data_offsets": [begin, end]}
+    return write_tensors(path, [(key, view.numel()) for key, view in views], (view for _, view in views))
+
+
+def write_tensors(path: Path, keys: Sequence[tuple[str, int]], tensors: Iterable[Tensor]) -> FileRecord:
+    """Writes one-dimensional fp32 tensors as a safetensors file. Each is asked for when it is written, then let go.
+
+    keys: name and number of elements of each; tensors: the same many, in the same order. Raises OSError, and ValueError
+    for a name given twice and for a tensor that is not what its key says.
+    """
+    header: dict[str, Json] = {"__metadata__": {"format": str(FORMAT)}}
+    end = 0
+    for key, numel in keys:
+        if key in header:
+            raise ValueError(f"two fragments of {key} on one rank")
+        begin, end = end, end + numel * torch.float32.itemsize
+        header[key] = {"dtype": "F32", "shape": [numel], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants aligned data
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield len(text).to_bytes(8, "little")
         yield text
-        for _, view in tensors:
-            yield memoryview(view.detach().cpu().contiguous().numpy().data).cast("B")
+        for (key, numel), tensor in zip(keys, tensors, strict=True):
+            if tensor.dtype != torch.float32 or tensor.shape != (numel,):
+                raise ValueError(f"{key}: expected {numel} fp32 values, found {tensor.dtype} {list(tensor.shape)}")
+            yield memoryview(tensor.detach().cpu().contiguous().numpy().data).cast("B")
 
     return write_file(path, chunks())
 
@@ -215,7 +227,7 @@ class StateReader:
                 continue
             low, high = max(begin, start), min(begin + part.numel, start + numel)
             if low < high:
-                stored = self._open(part.file).get_slice(f"{kind}/{name}")
+                stored = self._slice(part.file, f"{kind}/{name}")
                 if stored.get_shape() != [part.numel] or stored.get_dtype() != "F32":
                     raise InputError(f"{part.file}: {kind}/{name} is not what the checkpoint's index says it is")
                 result[low - start : high - start] = stored[low - begin : high - begin]
@@ -223,6 +235,12 @@ class StateReader:
         if filled != numel:
             raise InputError(f"{self._checkpoint}: {kind}/{name} holds {filled} of the {numel} elements asked for")
         return result
+
+    def _slice(self, file: str, key: str) -> Any:
+        opened = self._open(file)
+        if key not in opened.keys():  # noqa: SIM118 (it is no mapping)
+            raise InputError(f"{self._checkpoint}: expected {key}, which it does not hold: {file} lacks it")
+        return opened.get_slice(key)
 
     def _open(self, file: str) -> Any:
         if file not in self._files:

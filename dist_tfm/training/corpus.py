@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.api import Position
 from data_pipeline.loader import BlockLoader
 from data_pipeline.prepared import TOKENIZER_FILE, open_prepared
 from data_pipeline.tokenizer import Tokenizer
@@ -24,11 +25,14 @@ class Corpus:
     description: str
 
 
-def open_corpus(config: Config, data: Group) -> Corpus:
-    """Opens the shards of data.shards for rank data.rank of data.size. Raises InputError."""
+def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
+    """Opens the shards of data.shards for rank data.rank of data.size; the first step is the one at `start`.
+
+    Raises InputError.
+    """
     prepared = open_prepared(Path(config.data.shards))
     train, valid, tokenizer = prepared.train.index, prepared.valid, prepared.tokenizer
-    loader = BlockLoader(prepared.train, config.data, config.train.seed, data.rank, data.size)
+    loader = BlockLoader(prepared.train, config.data, config.train.seed, data.rank, data.size, start)
     validation = ValidationBatches(valid, loader.budget, data.rank, data.size)
     sources, references = read_texts(valid.folder, valid.index)
     source_tokens, target_tokens = train.tokens

@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from data_pipeline.api import Batch, zero_weight_batch
+from data_pipeline.api import Batch, Position, zero_weight_batch
 from data_pipeline.prepare import is_prepared
 from dist_tfm.config.schema import Config
 from dist_tfm.engine.base import Engine
@@ -36,7 +36,7 @@ def rehearse(config: Config, topology: Topology) -> int:
     console = Console(enabled=topology.is_main)
     with contextlib.ExitStack() as stack:
         config = stack.enter_context(_with_shards(config, topology, console))
-        corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data))
+        corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data, Position()))
         stack.callback(corpus.loader.close)
         counts = parameter_counts(config.model, corpus.tokenizer.vocab_size)
         console.say(f"parameters: {sum(counts.values()):,}")

@@ -11,7 +11,7 @@ import torch
 from data_pipeline.prepare import prepare
 from dist_tfm.checkpoint.layout import TOKENIZER, step_of
 from dist_tfm.checkpoint.manager import CheckpointManager
-from dist_tfm.checkpoint.restore import load_weights_only
+from dist_tfm.checkpoint.restore import load_weights_only, read_counters
 from dist_tfm.config.loading import config_to_yaml
 from dist_tfm.config.schema import Config
 from dist_tfm.engine.base import Engine
@@ -60,13 +60,16 @@ def run(config: Config, topology: Topology, stop: StopRequest) -> int:
             _say_finished(directory, config, reached, console, topology)
             return 0
         prepare_shards(config, topology, console)
-        corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data))
+        progress = together(topology.world, "reading the checkpoint", lambda: _read_progress(checkpoint, config))
+        start = progress.position
+        corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data, start))
         stack.callback(corpus.loader.close)
         _describe(config, corpus, topology, console)
-        _begin_attempt(directory, config, topology)
         engine = build_engine(config, corpus.tokenizer.vocab_size, topology)
         stack.callback(engine.close)
-        progress = _restore(config, manager, checkpoint, engine, corpus, topology, console)
+        _restore(config, manager, checkpoint, engine, corpus, topology, console)
+        # Only now: a start that fails on bad input must not bind the directory to its configuration.
+        _begin_attempt(directory, config, topology)
         trainer = _build_trainer(
             config, directory, manager, engine, corpus, topology, console, stop, progress, reached, stack
         )
@@ -135,6 +138,17 @@ def _describe(config: Config, corpus: Corpus, topology: Topology, console: Conso
     console.say(corpus.description)
 
 
+def _read_progress(checkpoint: Path | None, config: Config) -> Progress:
+    """Where the run stands by its checkpoint; the start of a new one."""
+    if checkpoint is None:
+        return Progress()
+    progress = Progress.from_json(cast(dict[str, Any], read_counters(checkpoint)))
+    if progress.skips_in_a_row >= config.train.max_skips:
+        # The attempt that diverged has ended; whoever starts another one means to try on.
+        progress = dataclasses.replace(progress, skips_in_a_row=0)
+    return progress
+
+
 def _restore(
     config: Config,
     manager: CheckpointManager,
@@ -143,23 +157,15 @@ def _restore(
     corpus: Corpus,
     topology: Topology,
     console: Console,
-) -> Progress:
-    """Fills the engine from the run's own checkpoint, or from train.init_from; sets the loader's position."""
-    if checkpoint is None:
-        if config.train.init_from:
-            load_weights_only(Path(config.train.init_from), engine, topology.world)
-            console.say(f"weights from {config.train.init_from}")
-        progress = Progress()
-    else:
+) -> None:
+    """Fills the engine from the run's own checkpoint, or with the weights that a new run starts from."""
+    if checkpoint is not None:
         together(topology.world, "comparing tokenizers", lambda: _check_tokenizer(checkpoint, corpus))
-        counters = manager.load(checkpoint, engine)
-        progress = Progress.from_json(cast(dict[str, Any], counters))
-        if progress.skips_in_a_row >= config.train.max_skips:
-            # The attempt that diverged has ended; whoever starts another one means to try on.
-            progress = dataclasses.replace(progress, skips_in_a_row=0)
-        console.say(f"resumed at step {progress.step} from {checkpoint}")
-    together(topology.world, "finding the data position", lambda: corpus.loader.seek(progress.position))
-    return progress
+        manager.load(checkpoint, engine)
+        console.say(f"resumed at step {step_of(checkpoint)} from {checkpoint}")
+    elif config.train.init_from:
+        load_weights_only(Path(config.train.init_from), engine, topology.world)
+        console.say(f"weights from {config.train.init_from}")
 
 
 def _check_tokenizer(checkpoint: Path, corpus: Corpus) -> None:
