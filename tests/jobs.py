@@ -126,22 +126,30 @@ def checkpoint_steps(run: Path) -> list[int]:
     return sorted(int(p.name[5:]) for p in (run / "checkpoints").glob("step_*") if p.name[5:].isdigit())
 
 
+def _changed_since(path: Path, moment: float) -> bool:
+    return path.exists() and path.stat().st_mtime > moment
+
+
 @dataclass(frozen=True)
 class Moment:
-    """When to kill: after some seconds, when a step is logged, or as soon as a checkpoint is being written."""
+    """When to kill: so many seconds after the start, so many logged steps past the newest checkpoint, or so many
+    seconds after a checkpoint has begun to be written."""
 
     kind: str
     value: float
 
     def wait(self, job: "subprocess.Popen[bytes]", run: Path, patience: float = 90) -> str:
         """Returns what came first: the moment, or the job's end."""
-        started = time.monotonic()
+        started, started_at = time.monotonic(), time.time()
+        target = (checkpoint_steps(run) or [0])[-1] + self.value
         while time.monotonic() - started < patience and job.poll() is None:
             passed = time.monotonic() - started
             if self.kind == "seconds" and passed >= self.value:
                 return f"after {passed:.2f} s"
-            if self.kind == "step" and (lines := read_metrics(run)) and lines[-1]["step"] >= self.value:
-                return f"at step {lines[-1]['step']}"
+            if self.kind == "step" and _changed_since(run / "metrics.jsonl", started_at):
+                lines = read_metrics(run)
+                if lines and lines[-1]["step"] >= target:
+                    return f"at step {lines[-1]['step']}"
             if self.kind == "checkpoint" and any((run / "checkpoints").glob("step_*.tmp")):
                 time.sleep(self.value)
                 return f"{self.value * 1000:.1f} ms into writing a checkpoint"

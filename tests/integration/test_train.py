@@ -2,11 +2,13 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -212,3 +214,30 @@ def test_the_default_run_is_the_tiny_configuration() -> None:
     printed = run_job([sys.executable, "dist_tfm/train.py", "--print-config"])
     assert "run_dir: runs/tiny" in printed.stdout
     assert os.path.exists(ROOT / "configs" / "tiny.yaml")
+
+
+def test_a_terminal_gets_a_bar_and_a_log_gets_plain_lines(project: Path, tmp_path: Path) -> None:
+    def output(terminal: bool) -> str:
+        run = tmp_path / str(terminal)
+        command = train_command(1, "--config", str(project), "--train.steps=3", f"--train.run_dir={run}")
+        if not terminal:
+            return run_job(command).stdout
+        master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 100))
+        job = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=slave, stderr=slave)
+        os.close(slave)
+        chunks = []
+        try:
+            while chunk := os.read(master, 4096):
+                chunks.append(chunk)
+        except OSError:  # what reading gives once the last writer has gone
+            pass
+        assert job.wait(timeout=60) == 0
+        os.close(master)
+        return b"".join(chunks).decode()
+
+    log, screen = output(terminal=False), output(terminal=True)
+    assert "step 3 epoch 1: loss" in log
+    assert "\r" not in log
+    assert re.search(r"3/3 .*loss", screen)
+    assert "\r" in screen
