@@ -94,12 +94,12 @@ def _measure(config: Config, options: argparse.Namespace, argv: Sequence[str]) -
     effort = dataclasses.replace(effort, rounds=rounds, profiled=min(rounds, effort.profiled))
     try:
         prepare(config.data, config.tokenizer, say)
+        prepared = open_prepared(Path(config.data.shards))
         if "training" in options.parts:
             steps, chunk = options.steps or (2 if options.quick else 60), 1 if options.quick else 4
-            measure_training(config, topology, steps, chunk, effort.gemm_seconds, recorder)
+            measure_training(config, prepared, topology, steps, chunk, effort.gemm_seconds, recorder)
         if "engine" in options.parts:
-            reader = open_prepared(Path(config.data.shards)).train
-            measure_engine_cost(config, reader, topology, effort, recorder)
+            measure_engine_cost(config, prepared.train, topology, effort, recorder)
     finally:
         shutdown()
     return recorder

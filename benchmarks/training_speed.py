@@ -1,5 +1,6 @@
 """How fast a configuration really trains: its loader, model, loss and engine, in this process."""
 
+import contextlib
 import statistics
 import time
 
@@ -7,45 +8,48 @@ import torch
 
 from benchmarks.harness import Recorder, say
 from data_pipeline.api import StatefulLoader
+from data_pipeline.loader import BlockLoader
+from data_pipeline.prepared import PreparedData
 from dist_tfm.config.schema import Config
 from dist_tfm.engine.base import Engine
 from dist_tfm.errors import RunError
 from dist_tfm.metrics.flops import measured_gemm_peak, training_flops
 from dist_tfm.metrics.meter import StepCounts, global_counts, local_counts, peak_memory_bytes
 from dist_tfm.parallel.topology import Topology
-from dist_tfm.training.corpus import open_corpus
 from dist_tfm.training.session import build_engine
 
 
 def measure_training(
-    config: Config, topology: Topology, steps: int, chunk: int, gemm_seconds: float, recorder: Recorder
+    config: Config,
+    prepared: PreparedData,
+    topology: Topology,
+    steps: int,
+    chunk: int,
+    gemm_seconds: float,
+    recorder: Recorder,
 ) -> None:
     """Rows of real training steps: tokens a second (median over chunks), the GEMM peak, padding, peak of memory.
 
     steps: timed ones, after `chunk` that warm up; chunk: steps timed as one, since a step alone varies with its
-    sentences, beside a measurement of the GEMM peak. The shards must be there. Raises RunError if a step is skipped.
+    sentences, beside a measurement of the GEMM peak. Raises RunError if a step is skipped.
     """
     dtype = config.precision.dtype
+    kind = torch.float32 if dtype == "fp32" else torch.bfloat16
     say(f"training, {dtype}: {steps} steps")
-    corpus = open_corpus(config, topology.data)
-    vocabulary = corpus.tokenizer.vocab_size
-    try:
+    vocabulary = prepared.tokenizer.vocab_size
+    speeds, shares, peaks, trained = [], [], [], []
+    with contextlib.ExitStack() as stack:
+        loader = stack.enter_context(BlockLoader(prepared.train, config.data, config.train.seed, rank=0, dp=1))
         engine = build_engine(config, vocabulary, topology)
-        try:
-            train_chunk(engine, corpus.loader, 1, chunk)
-            speeds, shares, peaks, trained = [], [], [], []
-            for first in range(chunk + 1, chunk + steps + 1, chunk):
-                kind = torch.float32 if dtype == "fp32" else torch.bfloat16
-                peaks.append(measured_gemm_peak(topology.device, kind, seconds=gemm_seconds))
-                seconds, counts = train_chunk(engine, corpus.loader, first, min(chunk, chunk + steps + 1 - first))
-                flops = sum(training_flops(config.model, vocabulary, c.sums) for c in counts)
-                speeds.append(sum(c.sums.source + c.sums.target for c in counts) / seconds)
-                shares.append(flops / seconds / peaks[-1])
-                trained += counts
-        finally:
-            engine.close()
-    finally:
-        corpus.loader.close()
+        stack.callback(engine.close)
+        train_chunk(engine, loader, 1, chunk)
+        for first in range(chunk + 1, chunk + steps + 1, chunk):
+            peaks.append(measured_gemm_peak(topology.device, kind, seconds=gemm_seconds))
+            seconds, counts = train_chunk(engine, loader, first, min(chunk, chunk + steps + 1 - first))
+            flops = sum(training_flops(config.model, vocabulary, c.sums) for c in counts)
+            speeds.append(sum(c.sums.source + c.sums.target for c in counts) / seconds)
+            shares.append(flops / seconds / peaks[-1])
+            trained += counts
     share, tokens = statistics.median(shares), sum(c.sums.source + c.sums.target for c in trained)
     recorder.add(f"dist_tfm-{dtype}", statistics.median(speeds), "tokens/s", peak_fraction=share)
     recorder.add(f"gemm-peak-{dtype}", statistics.median(peaks), "FLOP/s", ratio=share)

@@ -1,7 +1,4 @@
-"""Trains an encoder-decoder Transformer: `python dist_tfm/train.py --config configs/tiny.yaml --train.steps=500`.
-
-The same program under accelerate launch, torchrun, the deepspeed launcher and srun; the same command again resumes.
-"""
+"""Trains a model, plainly or under accelerate, torchrun, deepspeed or srun; run again, it resumes."""
 
 import sys
 from pathlib import Path
@@ -17,7 +14,8 @@ from data_pipeline.command_line import parse_command_line
 from data_pipeline.settings import run_main
 from dist_tfm.config.loading import SECTIONS, check_sections, make_config
 from dist_tfm.config.schema import Config
-from dist_tfm.parallel.environment import cores_per_rank, read_ranks, speaks_for_all
+from dist_tfm.errors import ConfigError
+from dist_tfm.parallel.environment import Ranks, cores_per_rank, read_ranks, speaks_for_all
 from dist_tfm.training.signals import StopRequest
 
 DESCRIPTION = """Trains an encoder-decoder Transformer: prepares missing shards, resumes from the newest checkpoint.
@@ -36,19 +34,29 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """The program; argv without its name. Returns the exit code, raises DistTfmError."""
-    stop = StopRequest().install()
-    sections, options = parse_command_line(
-        "train.py", DESCRIPTION, SECTIONS, "configs/tiny.yaml", argv, add_options=_add_options, check=check_sections
-    )
-    return _launch(make_config(sections), bool(options.dry_run), stop)
-
-
-def _launch(config: Config, dry_run: bool, stop: StopRequest) -> int:
     ranks = read_ranks(os.environ)
+    config, dry_run = Config(), False
+    fault: ConfigError | None = None
+    try:
+        sections, options = parse_command_line(
+            "train.py", DESCRIPTION, SECTIONS, "configs/tiny.yaml", argv, add_options=_add_options, check=check_sections
+        )
+        config, dry_run = make_config(sections), bool(options.dry_run)
+    except ConfigError as error:
+        if ranks.world_size == 1:
+            raise
+        fault = error  # told to all ranks once they have met, so that one says it and none waits for another
+    stop = StopRequest(speaks=ranks.rank == 0)
+    if not dry_run:  # a rehearsal has nothing to save: signals end it at once
+        stop.install()
+    return _launch(config, ranks, dry_run, stop, fault)
+
+
+def _launch(config: Config, ranks: Ranks, dry_run: bool, stop: StopRequest, fault: ConfigError | None) -> int:
     # Seconds of imports, which --help and a misspelt key do not wait for.
     import torch
 
-    from dist_tfm.parallel.topology import describe_lost_process, shutdown, start
+    from dist_tfm.parallel.topology import describe_fault, shutdown, start
     from dist_tfm.training import dry_run as rehearsal
     from dist_tfm.training import session
 
@@ -56,12 +64,13 @@ def _launch(config: Config, dry_run: bool, stop: StopRequest) -> int:
     torch.set_num_threads(config.launch.threads or cores_per_rank(ranks, os.environ))
     topology = start(ranks, config.launch)
     try:
+        session.agree_on_configuration(config, topology, fault)
         return rehearsal.rehearse(config, topology) if dry_run else session.run(config, topology, stop)
-    except RuntimeError as fault:
-        lost = describe_lost_process(fault, ranks)
-        if lost is None:
+    except RuntimeError as error:
+        known = describe_fault(error, ranks)
+        if known is None:
             raise
-        raise lost from fault
+        raise known from error
     finally:
         shutdown()
 

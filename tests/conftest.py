@@ -4,16 +4,29 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: two workers with two threads each would fight
 
+from typing import Any
+
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class ByFile(LoadScopeScheduling):
     """Tests of one file run on one worker, where they share its fixtures; all distributed ones share their worlds."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "tests/distributed" if "tests/distributed/" in path else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    """The scheduler of the two workers."""
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no worker is left with one of them at the end."""
     order = ("distributed", "integration", "gpu", "unit")
     items.sort(key=lambda item: order.index(item.path.parent.name) if item.path.parent.name in order else len(order))
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group("worlds" if folder == "distributed" else str(item.path)))

@@ -1,8 +1,8 @@
 """State by canonical name and full shape, in safetensors files that any layout writes and any other layout reads.
 
 Each rank writes one file with only what it owns: one-dimensional fp32 tensors named KIND/NAME (fp32/encoder... for the
-master weight, exp_avg/..., exp_avg_sq/..., ema/...), each a flat range of a parameter. The index says which range that is, and
-a reader takes from the files only the ranges that its own layout needs.
+master weight, exp_avg/..., exp_avg_sq/..., ema/...), each a flat range of a parameter. The index says which range
+that is, and a reader takes from the files only the ranges that its own layout needs.
 """
 
 import json
@@ -175,7 +175,7 @@ class StateReader:
         self.index = index
         self._checkpoint = checkpoint
         self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Any, frozenset[str]]] = {}
 
     def __enter__(self) -> "StateReader":
         return self
@@ -237,16 +237,20 @@ class StateReader:
         return result
 
     def _slice(self, file: str, key: str) -> Any:
-        opened = self._open(file)
-        if key not in opened.keys():  # noqa: SIM118 (it is no mapping)
-            raise InputError(f"{self._checkpoint}: expected {key}, which it does not hold: {file} lacks it")
+        opened, keys = self._open(file)
+        if key not in keys:
+            raise InputError(
+                f"{self._checkpoint}: expected it to hold {key}, found no such tensor in {file} (a snapshot or an "
+                "average holds fp32 alone; only a run with train.ema has ema)"
+            )
         return opened.get_slice(key)
 
-    def _open(self, file: str) -> Any:
+    def _open(self, file: str) -> tuple[Any, frozenset[str]]:
         if file not in self._files:
             # The name comes from the index: it must not lead out of the checkpoint.
             if Path(file).name != file:
                 raise InputError(f"{self._checkpoint}: expected a plain file name in the index, found {file!r}")
             opened = safe_open(str(self._checkpoint / file), framework="pt", device="cpu")
-            self._files[file] = self._stack.enter_context(cast(Any, opened))
+            entered = self._stack.enter_context(cast(Any, opened))
+            self._files[file] = entered, frozenset(entered.keys())
         return self._files[file]

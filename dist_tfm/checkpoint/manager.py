@@ -6,11 +6,11 @@ kill leaves step_N complete or absent. A damaged one is moved aside, never overw
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
-from dist_tfm.checkpoint.canonical import build_index, index_to_json, list_parts, write_state
+from dist_tfm.checkpoint.canonical import Index, build_index, index_to_json, list_parts, write_state
 from dist_tfm.checkpoint.files import FileRecord, dump_json, sync_directory, write_file
 from dist_tfm.checkpoint.layout import (
     COMPLETE,
@@ -29,9 +29,17 @@ from dist_tfm.checkpoint.layout import (
 )
 from dist_tfm.checkpoint.manifest import find_faults, manifest_bytes, read_manifest
 from dist_tfm.checkpoint.restore import read_counters, restore_state
-from dist_tfm.engine.base import Engine
+from dist_tfm.engine.base import Engine, Fragment
 from dist_tfm.errors import DistTfmError, RunError
 from dist_tfm.parallel.collectives import Group, Json, together
+
+
+class Accompanying(NamedTuple):
+    """What stands beside the state: counters (with step and updates), the text of config.yaml, a tokenizer to copy."""
+
+    counters: dict[str, Json]
+    config: str
+    tokenizer: Path
 
 
 class CheckpointManager:
@@ -59,35 +67,11 @@ class CheckpointManager:
         Raises RunError on every rank if it fails on one (no space left, say); older checkpoints are then untouched.
         """
         target = step_dir(self._run, step)
-        temporary = target.with_name(target.name + TEMPORARY)
         doing = f"writing the checkpoint {target}"
-        rank, size = self._group.rank, self._group.size
-        together(self._group, doing, lambda: self._prepare(target, temporary) if rank == 0 else None)
-        try:
-            name = state_file(rank, size)
-            fragments = engine.fragments(divide=True)
-            record = together(self._group, doing, lambda: write_state(temporary / name, fragments))
-            mine: Json = {
-                "file": name,
-                "size": record.size,
-                "sha256": record.sha256,
-                "parts": list_parts(name, fragments),
-            }
-            records = cast(list[dict[str, Json]], self._group.gather(mine))
-            counters = {**counters, "step": step, "updates": engine.updates}
-
-            def publish() -> None:
-                if rank == 0:
-                    texts = {COUNTERS: dump_json(counters), CONFIG: config.encode()}
-                    _publish(target, temporary, step, records, texts, tokenizer)
-
-            together(self._group, doing, publish)
-        except DistTfmError:
-            if rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            self._group.barrier()  # every rank is alive: they have just agreed on the failure
-            raise
-        if rank == 0:
+        together(self._group, doing, lambda: _refuse_existing(target))
+        accompanying = Accompanying({**counters, "step": step, "updates": engine.updates}, config, tokenizer)
+        write_checkpoint(target, engine.fragments(divide=True), accompanying, self._group, doing)
+        if self._group.rank == 0:
             self._rotate(step, best_step)
         return target
 
@@ -122,7 +106,7 @@ class CheckpointManager:
         Raises InputError on every rank, before anything is changed, for a checkpoint of another architecture.
         """
         counters = together(self._group, f"reading {checkpoint}", lambda: read_counters(checkpoint))
-        restore_state(checkpoint, engine, self._group, ("fp32", "exp_avg", "exp_avg_sq"))
+        restore_state(checkpoint, engine, self._group)
         engine.restored(cast(int, counters["updates"]))
         return counters
 
@@ -158,13 +142,6 @@ class CheckpointManager:
         together(self._group, f"moving the damaged {checkpoint} aside", move)
         return Path(moved)
 
-    def _prepare(self, target: Path, temporary: Path) -> None:
-        if target.exists():
-            raise RunError(f"{target} exists already and is not overwritten: move it away")
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
-
     def _rotate(self, newest: int, best: int | None) -> None:
         """Deletes old checkpoints and what killed writers left. The one just written, `newest`, is valid and stays.
 
@@ -177,7 +154,7 @@ class CheckpointManager:
                 shutil.rmtree(path)
             for step in earlier:
                 if step not in kept:
-                    _delete(step_dir(self._run, step))
+                    delete_checkpoint(step_dir(self._run, step))
         except OSError as fault:
             self._warn(f"an old checkpoint could not be deleted ({fault}); training goes on")
 
@@ -186,22 +163,57 @@ class CheckpointManager:
             self._warn(sentence)
 
 
-def _publish(
-    target: Path,
-    temporary: Path,
-    step: int,
-    records: Iterable[dict[str, Json]],
-    texts: dict[str, bytes],
-    tokenizer: Path,
+def write_checkpoint(
+    target: Path, fragments: Sequence[Fragment], accompanying: Accompanying, group: Group, doing: str
 ) -> None:
-    """Writes what all ranks share, COMPLETE last, and renames. Runs on rank 0 once every rank's file is on the disk."""
-    records = list(records)
-    index = build_index([part for record in records for part in cast(list[Json], record["parts"])])
-    contents = {**texts, INDEX: dump_json(index_to_json(index)), TOKENIZER: tokenizer.read_bytes()}
-    files = {
-        str(record["file"]): FileRecord(int(cast(int, record["size"])), str(record["sha256"])) for record in records
+    """Writes the views of all ranks' fragments as the checkpoint `target`, which must not exist; collective.
+
+    doing: completes "failed while ...". Raises RunError on every rank if it fails on one, and leaves nothing then.
+    """
+    temporary = target.with_name(target.name + TEMPORARY)
+    rank, size = group.rank, group.size
+    together(group, doing, lambda: make_anew(temporary) if rank == 0 else None)
+    try:
+        name = state_file(rank, size)
+        record = together(group, doing, lambda: write_state(temporary / name, fragments))
+        parts = list_parts(name, fragments)
+        mine: Json = {"file": name, "size": record.size, "sha256": record.sha256, "parts": parts}
+        records = cast(list[dict[str, Json]], group.gather(mine))
+
+        def publish() -> None:
+            if rank == 0:
+                index = build_index([part for record in records for part in cast(list[Json], record["parts"])])
+                written = {str(r["file"]): FileRecord(int(cast(int, r["size"])), str(r["sha256"])) for r in records}
+                publish_checkpoint(target, temporary, written, index, accompanying)
+
+        together(group, doing, publish)
+    except DistTfmError:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        group.barrier()  # every rank is alive: they have just agreed on the failure
+        raise
+
+
+def make_anew(temporary: Path) -> None:
+    """An empty directory, in place of what a killed writer left there."""
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+
+
+def publish_checkpoint(
+    target: Path, temporary: Path, written: Mapping[str, FileRecord], index: Index, accompanying: Accompanying
+) -> None:
+    """Writes what stands beside the state files `written`, COMPLETE last, and renames. One process does it."""
+    counters, config, tokenizer = accompanying
+    contents = {
+        COUNTERS: dump_json(counters),
+        CONFIG: config.encode(),
+        INDEX: dump_json(index_to_json(index)),
+        TOKENIZER: tokenizer.read_bytes(),
     }
-    files |= {name: write_file(temporary / name, [content]) for name, content in contents.items()}
+    files = {**written, **{name: write_file(temporary / name, [content]) for name, content in contents.items()}}
+    step = cast(int, counters["step"])
     write_file(temporary / COMPLETE, [manifest_bytes(step, files)])
     sync_directory(temporary)
     os.rename(temporary, target)
@@ -209,8 +221,15 @@ def _publish(
     sync_directory(target.parent.parent)
 
 
-def _delete(checkpoint: Path) -> None:
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise RunError(f"{target} exists already and is not overwritten: move it away")
+
+
+def delete_checkpoint(checkpoint: Path) -> None:
     """Renames before deleting, so that a kill leaves no half-deleted step_N."""
     doomed = checkpoint.with_name(checkpoint.name + TEMPORARY)
+    if doomed.exists():
+        shutil.rmtree(doomed)
     os.rename(checkpoint, doomed)
     shutil.rmtree(doomed)

@@ -1,6 +1,7 @@
 """Fills an engine's state from a checkpoint, on all ranks together."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -24,11 +25,12 @@ def read_counters(checkpoint: Path) -> dict[str, Json]:
     raise InputError(f"{checkpoint / COUNTERS}: expected the counters of a checkpoint, found none ({fault})")
 
 
-def restore_state(checkpoint: Path, engine: Engine, group: Group, kinds: tuple[str, ...]) -> None:
-    """Fills the engine's views of these state kinds; the caller then says engine.restored.
+def restore_state(checkpoint: Path, engine: Engine, group: Group, sources: Mapping[str, str] | None = None) -> None:
+    """Fills the engine's views; the caller then says engine.restored.
 
-    Each rank reads only the ranges that it holds. Raises InputError on every rank, before anything is changed, if the
-    checkpoint is of another architecture.
+    sources: which stored kind fills a view of which kind, views of other kinds being left as they are; None: each view
+    is filled from its own kind. Each rank reads only the ranges that it holds. Raises InputError on every rank, before
+    anything is changed, if the checkpoint is of another architecture.
     """
     fragments = engine.fragments(divide=False)
     mine: dict[str, Json] = {f.tag.name: list(f.tag.shape) for f in fragments}
@@ -43,23 +45,25 @@ def restore_state(checkpoint: Path, engine: Engine, group: Group, kinds: tuple[s
         return index
 
     index = together(group, f"reading {checkpoint}", check)
-    together(group, f"reading {checkpoint}", lambda: _fill(checkpoint, index, fragments, kinds))
+    together(group, f"reading {checkpoint}", lambda: _fill(checkpoint, index, fragments, sources))
 
 
 def load_weights_only(path: Path, engine: Engine, group: Group) -> None:
     """Starts a new run from the master weights of a checkpoint or run directory: no moments, no counters, update 0.
+    A moving average of the weights starts there too.
 
     Every byte is verified first, the files being divided over the ranks; nothing of the other run changes. Raises
     InputError on every rank if it is missing, damaged or of another architecture.
     """
     checkpoint = together(group, f"looking for a checkpoint in {path}", lambda: find_checkpoint(path))
     together(group, f"verifying {checkpoint}", lambda: verify(checkpoint, group.rank, group.size))
-    restore_state(checkpoint, engine, group, ("fp32",))
+    restore_state(checkpoint, engine, group, {"fp32": "fp32", "ema": "fp32"})
     engine.restored(0)
 
 
-def _fill(checkpoint: Path, index: Index, fragments: list[Fragment], kinds: tuple[str, ...]) -> None:
+def _fill(checkpoint: Path, index: Index, fragments: list[Fragment], sources: Mapping[str, str] | None) -> None:
     with StateReader(checkpoint, index) as reader:
         for fragment in fragments:
-            for kind in kinds:
-                fragment.views[kind].copy_(reader.read(kind, fragment.tag, fragment.start, fragment.numel))
+            for kind, view in fragment.views.items():
+                if (stored := kind if sources is None else sources.get(kind)) is not None:
+                    view.copy_(reader.read(stored, fragment.tag, fragment.start, fragment.numel))

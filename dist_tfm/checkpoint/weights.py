@@ -15,8 +15,9 @@ from dist_tfm.errors import InputError
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a user means: `path` itself, or the newest one of the run directory `path`.
 
-    It is not verified yet. Raises InputError where there is none. A damaged newest one is not passed over: whoever
-    translates with an older one should have asked for it.
+    Snapshots and averages are taken only where they are named themselves (RUN/averaged). It is not verified yet.
+    Raises InputError where there is none. A damaged newest one is not passed over: whoever translates with an older one
+    should have asked for it.
     """
     if (path / COMPLETE).is_file() or (path / INDEX).is_file():
         return path
@@ -55,17 +56,18 @@ def read_index(checkpoint: Path) -> Index:
         ) from fault
 
 
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+def read_weights(checkpoint: Path, kind: str = "fp32") -> dict[str, Tensor]:
     """All master weights by canonical name, whole, fp32, on the CPU; every byte read was verified first.
 
-    checkpoint: a checkpoint or a run directory. Load them with `model.load_state_dict(weights)`.
-    Raises InputError for a missing or damaged checkpoint.
+    checkpoint: a checkpoint or a run directory. kind: "ema" for the moving average that a run with train.ema keeps.
+    Load them with `model.load_state_dict(weights)`.
+    Raises InputError for a missing or damaged checkpoint, and for one that does not hold this kind.
     """
     checkpoint = find_checkpoint(checkpoint)
     manifest = verify(checkpoint)
     index = read_index(checkpoint)
     with StateReader(checkpoint, index) as reader:
-        weights = {name: reader.read_whole("fp32", name) for name in index}
+        weights = {name: reader.read_whole(kind, name) for name in index}
     # Mapped files could have changed between hashing and reading; the index decides where to read, so look again.
     if (fault := find_fault(checkpoint / INDEX, manifest.files[INDEX])) is not None:
         raise InputError(f"{checkpoint}: it changed while it was read ({fault})")

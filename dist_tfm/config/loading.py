@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.settings import faults_error, read_saved_sections, to_yaml
-from dist_tfm.config.schema import Config
+import yaml
+
+from data_pipeline.settings import Layers, build_sections, faults_error, read_saved_sections, to_yaml
+from dist_tfm.config.schema import Config, DecodeConfig
 
 SECTIONS: Mapping[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
 
@@ -32,8 +34,21 @@ def check_sections(sections: Mapping[str, Any]) -> None:
             f"data.micro_batches: expected at most data.batch_tokens / 2 = {data.batch_tokens // 2} "
             f"(a micro-batch holds at least 2 tokens a side), found {data.micro_batches}"
         )
+    faults += decode_faults(sections["decode"])
+    if sections["checkpoint"].best_metric == "valid_bleu" and not sections["decode"].valid_sentences:
+        faults.append(
+            "checkpoint.best_metric: valid_bleu needs sentences to decode, found decode.valid_sentences=0; "
+            "set it higher or use valid_nll"
+        )
     if faults:
         raise faults_error(faults)
+
+
+def decode_faults(decode: DecodeConfig) -> list[str]:
+    """Faults that span several keys of section decode."""
+    if decode.n_best > decode.beam:
+        return [f"decode.n_best: expected at most decode.beam={decode.beam}, found {decode.n_best}"]
+    return []
 
 
 def make_config(sections: Mapping[str, Any]) -> Config:
@@ -46,21 +61,34 @@ def config_to_yaml(config: Config) -> str:
     return to_yaml({f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
 
 
+def config_from_yaml(text: str) -> Config:
+    """The configuration that `config_to_yaml` wrote."""
+    layers = Layers()
+    layers.merge(yaml.safe_load(text), "by another rank")
+    return make_config(build_sections(layers, SECTIONS))
+
+
 def read_config(path: Path) -> Config:
     """The configuration that a run saved. Raises InputError or ConfigError."""
     return make_config(read_saved_sections(path, SECTIONS))
 
 
+def differences(one: Config, other: Config) -> list[tuple[str, object, object]]:
+    """(key, value in `one`, value in `other`) of every key that differs."""
+    result = []
+    for section in dataclasses.fields(Config):
+        first, second = getattr(one, section.name), getattr(other, section.name)
+        for field in dataclasses.fields(first):
+            before, after = getattr(first, field.name), getattr(second, field.name)
+            if before != after:
+                result.append((f"{section.name}.{field.name}", before, after))
+    return result
+
+
 def forbidden_changes(saved: Config, asked: Config) -> list[tuple[str, object, object]]:
     """(key, saved value, value asked for) of each difference that a run cannot be resumed with."""
-    changes = []
-    for section in dataclasses.fields(Config):
-        if section.name in MAY_CHANGE_SECTIONS:
-            continue
-        old, new = getattr(saved, section.name), getattr(asked, section.name)
-        for field in dataclasses.fields(old):
-            key = f"{section.name}.{field.name}"
-            before, after = getattr(old, field.name), getattr(new, field.name)
-            if before != after and key not in MAY_CHANGE:
-                changes.append((key, before, after))
-    return changes
+    return [
+        (key, before, after)
+        for key, before, after in differences(saved, asked)
+        if key not in MAY_CHANGE and key.partition(".")[0] not in MAY_CHANGE_SECTIONS
+    ]

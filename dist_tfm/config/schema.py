@@ -107,6 +107,7 @@ class TrainConfig:
     max_skips: Positive = 10  # this many non-finite steps in a row end the run with exit code 3
     activation_checkpointing: Literal["none", "full"] = "none"
     label_smoothing: Probability = 0.1
+    ema: Probability = 0.0  # decay of a moving average of the weights, kept in checkpoints; 0: none (the paper)
     init_from: str = ""  # a run directory or checkpoint whose weights a new run starts from
 
 
@@ -130,12 +131,15 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Section `checkpoint`: the last `keep` ones and the best one stay."""
+    """Section `checkpoint`: the last `keep` ones and the best one stay. Weights-only snapshots are kept apart, for
+    averaging (section 6.1)."""
 
     __pydantic_config__ = SECTION
 
     every_steps: NotNegative = 1000  # 0: only at the end
     keep: Positive = 3
+    snapshot_every: NotNegative = 0  # steps between weights-only snapshots; 0: none
+    keep_snapshots: Positive = 5
     best_metric: Literal["valid_nll", "valid_bleu"] = "valid_nll"
 
 
@@ -151,14 +155,23 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Section `decode`: validation's decoded sample."""
+    """Section `decode`: translating (section 6.1), and validation's greedily decoded sample."""
 
     __pydantic_config__ = SECTION
 
+    beam: Positive = 4  # hypotheses searched side by side; 1: greedy
+    length_penalty: Literal["gnmt", "average", "none"] = "gnmt"  # gnmt: the paper's, ((5 + length) / 6)^alpha
+    alpha: Annotated[float, Field(ge=0.0)] = 0.6  # of gnmt
+    n_best: Positive = 1  # translations of each line, best first; at most beam
+    min_length: NotNegative = 0  # fewest tokens of an output
+    max_extra: Positive = 50  # longest output: input + this
+    max_source: Positive = 1000  # tokens of an input line; what is longer is cut, with a warning
+    batch_tokens: Positive = 2048  # padded source tokens decoded together
+    batch_sentences: NotNegative = 0  # most sentences decoded together; 0: as many as batch_tokens allows
+    window: Positive = 1000  # lines read, sorted by length and shared out together
+    exact: bool = True  # fp32: decisions within rounding are taken again in float64, so that batches change no output
     valid_sentences: NotNegative = 100  # held-out sentences decoded greedily at each validation; 0: none
     show: NotNegative = 3  # of these, how many are printed beside their references
-    max_extra: Positive = 50  # longest output: input + this (section 6.1)
-    batch_tokens: Positive = 2048  # padded source tokens decoded together
 
 
 @dataclass(frozen=True)
@@ -168,8 +181,12 @@ class LaunchConfig:
     __pydantic_config__ = SECTION
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: NotNegative = 0  # of one process on a CPU; 0: the machine's cores divided by its local ranks
-    timeout: Positive = 1800  # seconds after which a collective that a rank does not join ends the job
+    threads: Annotated[int, Field(ge=0, le=4096)] = (
+        0  # of one process on a CPU; 0: the machine's cores divided by its local ranks
+    )
+    timeout: Annotated[int, Field(ge=1, le=10_000_000)] = (
+        1800  # seconds after which a collective that a rank does not join ends the job
+    )
 
 
 @dataclass(frozen=True)

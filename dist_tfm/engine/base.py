@@ -5,6 +5,7 @@ tokens of the whole step, over all data-parallel ranks and micro-batches.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,7 +16,8 @@ from data_pipeline.api import Batch
 from dist_tfm.model.transformer import Transformer
 
 STATE_KINDS = ("fp32", "exp_avg", "exp_avg_sq")
-"""What a checkpoint holds of each parameter: master weight and both Adam moments, in fp32."""
+"""What a checkpoint holds of each parameter: master weight and both Adam moments, in fp32. With train.ema also "ema",
+the moving average of the master weight."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ class Engine(Protocol):
 
     def restored(self, updates: int) -> None:
         """Call once every fragment's views were filled: sets the update count and refreshes the forward weights."""
+        ...
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """While it is entered, the model computes with the moving average of its weights; afterwards every bit is as it
+        was. Nothing but `evaluate` and `plain_module` may be called meanwhile. Raises ValueError where none is kept."""
         ...
 
     def plain_module(self) -> Transformer:

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,15 @@ from dist_tfm.engine.ds_config import deepspeed_config
 from dist_tfm.engine.fragments import (
     base_optimizer,
     create_state,
+    flat_tensors,
     list_fragments,
     refresh_weights,
+    set_masters,
     set_step,
     tag_parameters,
 )
 from dist_tfm.engine.guarded_adam import GuardedAdam
+from dist_tfm.engine.moving_average import MovingAverage
 from dist_tfm.errors import RunError
 from dist_tfm.model.layers import LayerRunner, run_plainly
 from dist_tfm.model.transformer import Transformer
@@ -51,6 +54,7 @@ class DeepSpeedEngine:
     groups: the optimizer's parameter groups, each with a `name` and its `weight_decay`.
     rate: learning rate by update; it is set by hand before each update, there is no other schedule.
     runner: makes the layer runner of a training micro-batch.
+    ema: decay of a moving average of the master weights; 0 keeps none.
 
     Raises RunError where what DeepSpeed built is not what was asked for.
     """
@@ -66,6 +70,7 @@ class DeepSpeedEngine:
         topology: Topology,
         rate: Rate,
         runner: RunnerFactory,
+        ema: float = 0.0,
     ) -> None:
         deepspeed = _import_deepspeed(topology.device)
         self.updates = 0
@@ -78,11 +83,18 @@ class DeepSpeedEngine:
         self._linear = nn.functional.linear
         adam = _build_adam(groups, optim, zero_stage, rate(1))
         config = deepspeed_config(zero_stage, precision, optim)
+        rounds = precision.dtype == "bf16" and zero_stage > 0
+        exact = {name: p.detach().clone() for name, p in model.named_parameters()} if rounds else None
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory tables there; errors are raised
             self._engine: Any = deepspeed.initialize(model=loss, optimizer=adam, config=config)[0]
         if zero_stage == 0 and topology.data.size == 1:
             self._engine.enable_backward_allreduce = False  # it would copy every gradient to reduce nothing
         create_state(self._engine)
+        if exact is not None:
+            # DeepSpeed makes fp32 masters from weights that it has rounded to bf16 before.
+            set_masters(list_fragments(self._engine, 0, 1, divide=False), exact)
+            refresh_weights(self._engine)
+        self._average = MovingAverage(flat_tensors(self._engine), ema) if ema else None
         self.facts = _read_facts(self._engine, model, topology)
         _check_facts(self.facts, precision, zero_stage, topology, int(self._engine.dp_world_size))
 
@@ -108,6 +120,8 @@ class DeepSpeedEngine:
         engine.step()
         applied = bool(engine.was_step_applied())
         self.updates += int(applied)
+        if applied and self._average is not None:
+            self._average.update(self.updates)
         norm = float(engine.get_global_grad_norm())
         loss, nll = sums.tolist()
         return StepResult(
@@ -130,13 +144,28 @@ class DeepSpeedEngine:
 
     def fragments(self, divide: bool) -> list[Fragment]:
         """See `Engine.fragments`."""
-        return list_fragments(self._engine, self._topology.data.rank, self._topology.data.size, divide)
+        data = self._topology.data
+        averages = None if self._average is None else self._average.tensors
+        return list_fragments(self._engine, data.rank, data.size, divide, averages)
 
     def restored(self, updates: int) -> None:
         """See `Engine.restored`."""
         self.updates = updates
         set_step(self._engine, updates)
         refresh_weights(self._engine)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """See `Engine.averaged_weights`. Masters and average change places, so that no third copy is held."""
+        if self._average is None:
+            raise ValueError("this engine keeps no moving average: set train.ema")
+        self._average.swap()
+        refresh_weights(self._engine)
+        try:
+            yield
+        finally:
+            self._average.swap()
+            refresh_weights(self._engine)
 
     def plain_module(self) -> Transformer:
         """See `Engine.plain_module`. Stages 0 to 2: the trained module itself, put into evaluation mode until the next

@@ -6,7 +6,7 @@ The functions take DeepSpeed's engine and optimizer objects; the layouts are tho
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -65,8 +65,20 @@ def set_step(engine: Any, updates: int) -> None:
         state[flat]["step"].fill_(updates)
 
 
-def list_fragments(engine: Any, rank: int, ranks: int, divide: bool) -> list[Fragment]:
-    """This rank's fragments; `divide` cuts whole copies (stage 0) into one part for each of `ranks`."""
+def set_masters(fragments: Sequence[Fragment], weights: Mapping[str, Tensor]) -> None:
+    """Copies whole unsharded weights, by canonical name, into the master weights that this rank holds."""
+    for fragment in fragments:
+        part = weights[fragment.tag.name].reshape(-1)[fragment.start : fragment.start + fragment.numel]
+        fragment.views["fp32"].copy_(part)
+
+
+def list_fragments(
+    engine: Any, rank: int, ranks: int, divide: bool, averages: Mapping[Tensor, Tensor] | None = None
+) -> list[Fragment]:
+    """This rank's fragments; `divide` cuts whole copies (stage 0) into one part for each of `ranks`.
+
+    averages: the moving average of each of `flat_tensors`, if there are any; they become views of kind "ema".
+    """
     stage = int(engine.zero_optimization_stage())
     if stage == 3:
         places = _stage3(engine.optimizer)
@@ -78,6 +90,8 @@ def list_fragments(engine: Any, rank: int, ranks: int, divide: bool) -> list[Fra
     fragments = []
     for tag, flat, offset, start, numel in places:
         sources = {"fp32": flat.detach(), "exp_avg": state[flat]["exp_avg"], "exp_avg_sq": state[flat]["exp_avg_sq"]}
+        if averages is not None:
+            sources["ema"] = averages[flat]
         views = {kind: tensor.view(-1).narrow(0, offset, numel) for kind, tensor in sources.items()}
         fragments.append(Fragment(tag=tag, start=start, numel=numel, views=views))
     return fragments

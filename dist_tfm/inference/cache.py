@@ -1,6 +1,7 @@
 """What decoding keeps between steps, so that each step costs the newest token's queries only.
 
-Shapes: B sentences, H heads, S source length, t target positions so far, Dk and Dv widths of a head.
+Shapes: B sentences, W hypotheses of each (1 in greedy decoding), H heads, S source length, t target positions so far,
+Dk and Dv widths of a head. The hypotheses of a sentence stand side by side.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from dist_tfm.model.transformer import Transformer
 
 
 class GrowingStore:
-    """One layer's self-attention keys [B, H, t, Dk] and values [B, H, t, Dv], in buffers that double when full,
+    """One layer's self-attention keys [B * W, H, t, Dk] and values [B * W, H, t, Dv], in buffers that double when full,
     so that appending a position seldom copies more than that position.
     """
 
@@ -23,7 +24,7 @@ class GrowingStore:
         self._buffers: KeysValues | None = None
 
     def append(self, new: KeysValues) -> KeysValues:
-        """Adds n positions ([B, H, n, ...]) and returns all t of them, as views that later appends leave intact."""
+        """Adds n positions ([B * W, H, n, ...]) and returns all t of them, as views that later appends leave intact."""
         last = self.length + new.keys.size(2)
         if self._buffers is None or self._buffers.keys.size(2) < last:
             capacity = max(16, 1 << (last - 1).bit_length())
@@ -37,7 +38,7 @@ class GrowingStore:
         return KeysValues(keys[:, :, :last], values[:, :, :last])
 
     def select(self, rows: Tensor) -> None:
-        """Keeps the sentences that rows [B'] names, in that order; one may be named twice."""
+        """Keeps the hypotheses that rows name, in that order; one may be named twice."""
         if self._buffers is not None:
             self._buffers = KeysValues(*(part.index_select(0, rows) for part in self._buffers))
 
@@ -52,7 +53,9 @@ class GrowingStore:
 class DecoderCache:
     """The state of decoding one batch: every layer's own keys and values, the encoder's, and the source mask.
 
-    Building it encodes, `step` adds target tokens, `select` keeps or reorders sentences. Nothing has a gradient.
+    Building it encodes, `step` adds target tokens, `reorder` chooses hypotheses and `keep` sentences (`select`: both,
+    where each sentence has one hypothesis). What was encoded is held once a sentence, whatever the number of its
+    hypotheses. Nothing has a gradient.
     """
 
     @torch.no_grad()
@@ -70,15 +73,31 @@ class DecoderCache:
         """Target positions held, BOS included."""
         return self._stores[0].length
 
+    @property
+    def sentences(self) -> int:
+        """B, the sentences that are held."""
+        return self._mask.size(0)
+
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """tokens [B, n], the next ones: hidden states [B, n, D], equal to those of decoding all so far at once."""
+        """tokens [B * W, n], the next ones: hidden states [B * W, n, D], equal to those of decoding all so far at once.
+
+        Every sentence has the same number W of hypotheses.
+        """
         stores: Sequence[KeysValuesStore] = self._stores
         return self._model.decode_step(tokens, self.length, stores, self._memory, self._mask)
 
-    def select(self, rows: Tensor) -> None:
-        """Keeps the sentences that rows [B'] (int64) names, in that order; one may be named twice (a beam)."""
+    def reorder(self, rows: Tensor) -> None:
+        """Keeps the hypotheses that rows [B * W'] (int64) name, in that order; one may be named twice."""
         for store in self._stores:
             store.select(rows)
-        self._memory = [KeysValues(*(part.index_select(0, rows) for part in known)) for known in self._memory]
-        self._mask = self._mask.index_select(0, rows)
+
+    def keep(self, sentences: Tensor) -> None:
+        """Keeps the encoded sentences [B'] (int64) named, in that order; `reorder` chooses their hypotheses."""
+        self._memory = [KeysValues(*(part.index_select(0, sentences) for part in known)) for known in self._memory]
+        self._mask = self._mask.index_select(0, sentences)
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps the sentences that rows [B'] name, each with its one hypothesis; one may be named twice."""
+        self.reorder(rows)
+        self.keep(rows)

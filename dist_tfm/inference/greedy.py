@@ -6,9 +6,12 @@ Shapes: B sentences, S source length, V vocabulary.
 import torch
 from torch import Tensor
 
-from data_pipeline.api import BOS, EOS, PAD
+from data_pipeline.api import BOS, EOS, PAD, UNK
 from dist_tfm.inference.cache import DecoderCache
 from dist_tfm.model.transformer import Transformer
+
+NEVER_PREDICTED = (PAD, BOS, UNK)
+"""No text begins again or has holes, and byte pieces spell whatever no other piece does."""
 
 
 @torch.no_grad()
@@ -16,8 +19,8 @@ def greedy(model: Transformer, source: Tensor, max_extra: int = 50) -> list[list
     """Translates source [B, S] (EOS, then PAD on the right, as in training) into token ids without BOS and EOS.
 
     A sentence ends at EOS, which is dropped, or after (its source tokens without EOS) + max_extra tokens (section 6.1).
-    PAD and BOS are never predicted. Each sentence's result does not depend on the others but for rounding. The model
-    must be in evaluation mode: raises ValueError otherwise, and for a negative max_extra.
+    PAD, BOS and UNK are never predicted. Each sentence's result does not depend on the others but for
+    rounding. The model must be in evaluation mode: raises ValueError otherwise, and for a negative max_extra.
     """
     if max_extra < 0:
         raise ValueError(f"expected max_extra of 0 or more, found {max_extra}")
@@ -47,5 +50,5 @@ def greedy(model: Transformer, source: Tensor, max_extra: int = 50) -> list[list
 def _likeliest(model: Transformer, hidden: Tensor) -> Tensor:
     """hidden [B, 1, D] of the newest position to the next tokens [B, 1]."""
     logits = model.logits(hidden)
-    logits[..., [PAD, BOS]] = float("-inf")
+    logits[..., list(NEVER_PREDICTED)] = float("-inf")
     return logits.argmax(-1)

@@ -97,14 +97,19 @@ class DecoderLayer(nn.Module):
         return self._compose(x, self_attention, cross_attention)
 
     def step(self, x: Tensor, past: KeysValuesStore, memory: KeysValues, memory_mask: Tensor) -> Tensor:
-        """The newest positions only: x [B, n, D] after those in `past`, which grows by n: [B, n, D]."""
+        """The newest positions only: x [B * W, n, D] after those in `past`, which grows by n: [B * W, n, D].
+
+        W hypotheses a sentence, side by side, look at one copy of its memory, of batch B: no query of the
+        cross-attention knows its position, so those of all hypotheses are queries of one sentence.
+        """
 
         def self_attention(h: Tensor) -> Tensor:
             known = past.append(self.self_attention.keys_values(h))
             return self.self_attention.attend_to(h, known, None, True)
 
         def cross_attention(h: Tensor) -> Tensor:
-            return self.cross_attention.attend_to(h, memory, memory_mask, False)
+            queries = h.reshape(memory.keys.size(0), -1, h.size(-1))
+            return self.cross_attention.attend_to(queries, memory, memory_mask, False).view_as(h)
 
         return self._compose(x, self_attention, cross_attention)
 

@@ -63,7 +63,7 @@ class Decoder(nn.Module):
     def step(
         self, x: Tensor, past: Sequence[KeysValuesStore], memory: Sequence[KeysValues], memory_mask: Tensor
     ) -> Tensor:
-        """The newest positions x [B, n, D], given each layer's store and projected memory: [B, n, D]."""
+        """The newest positions x [B * W, n, D], given each layer's store and projected memory: [B * W, n, D]."""
         for layer, store, known in zip(self._decoder_layers(), past, memory, strict=True):
             x = layer.step(x, store, known, memory_mask)
         return x if self.norm is None else self.norm(x)
@@ -127,9 +127,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Decodes the newest target tokens only, at the cost of their own queries.
 
-        tokens [B, n] at positions first, ..., first + n - 1; past: each layer's store, holding positions before first;
-        memory: from `Decoder.keys_values`; source_mask [B, 1, 1, S]. Returns hidden states [B, n, D], equal to the last
-        n of `decode` over all tokens so far.
+        tokens [B * W, n], of W hypotheses a sentence, at positions first, ..., first + n - 1; past: each layer's store,
+        holding positions before first; memory: from `Decoder.keys_values`; source_mask [B, 1, 1, S]. Returns hidden
+        states [B * W, n, D], equal to the last n of `decode` over all tokens so far.
         """
         x: Tensor = self.embedding(tokens, first)
         return self.decoder.step(x, past, memory, source_mask)

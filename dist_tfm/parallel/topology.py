@@ -67,18 +67,25 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def describe_lost_process(fault: RuntimeError, ranks: Ranks) -> RunError | None:
-    """A sentence for what a collective raises once another process has gone or is silent; None for other faults."""
+def describe_fault(fault: RuntimeError, ranks: Ranks) -> RunError | None:
+    """A sentence for what torch raises when another process has gone or is silent, or when memory runs out; None for
+    any other fault, which deserves its traceback."""
     text = str(fault)
-    if not isinstance(fault, dist.DistError) and "gloo" not in text:
-        return None
-    if not any(sign in text for sign in ("Connection", "closed by peer", "Timed out", "timed out", "Broken pipe")):
-        return None
-    detail = text.splitlines()[0].split("] ", 1)[-1].partition(". ")[0]
-    return RunError(
-        f"rank {ranks.rank} lost another process of the job ({detail}): the output of that process says why; "
-        "the same command goes on from the newest checkpoint"
-    )
+    detail = text.splitlines()[0].split("] ", 1)[-1].partition(". ")[0] if text else type(fault).__name__
+    if isinstance(fault, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return RunError(
+            f"rank {ranks.rank} has too little memory ({detail}): lower data.batch_tokens, raise data.micro_batches, "
+            "set train.activation_checkpointing=full or use a smaller model"
+        )
+    if (isinstance(fault, dist.DistError) or "gloo" in text) and any(sign in text for sign in _LOST):
+        return RunError(
+            f"rank {ranks.rank} lost another process of the job ({detail}): the output of that process says why; "
+            "the same command goes on from the newest checkpoint"
+        )
+    return None
+
+
+_LOST = ("Connection", "closed by peer", "Timed out", "timed out", "Broken pipe")
 
 
 def choose_device(asked: str, ranks: Ranks, gpus: int) -> torch.device:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 from data_pipeline.api import StatefulLoader, StepBatches
 from dist_tfm.config.schema import CheckpointConfig, LogConfig, TrainConfig
 from dist_tfm.engine.base import Engine, StepResult
-from dist_tfm.errors import DistTfmError, DivergedError
+from dist_tfm.errors import DistTfmError, DivergedError, describe_os_error
 from dist_tfm.metrics.meter import Meter, StepCounts, global_counts, local_counts
-from dist_tfm.metrics.writers import Console, Writers
+from dist_tfm.metrics.writers import Console, Record, Writers
 from dist_tfm.parallel.collectives import Group, together
 from dist_tfm.training.progress import Progress
 from dist_tfm.training.signals import StopRequest
@@ -31,7 +31,11 @@ class Instruments(NamedTuple):
     console: Console
 
 
-SaveCheckpoint = Callable[[Progress], None]
+class Savers(NamedTuple):
+    """How the run is written to the disk: a checkpoint to resume from, a snapshot of the weights for averaging."""
+
+    checkpoint: Callable[[Progress], None]
+    snapshot: Callable[[Progress], None]
 
 
 def due(step: int, every: int) -> bool:
@@ -50,7 +54,7 @@ class Trainer:
         engine: Engine,
         loader: StatefulLoader,
         validator: Validator,
-        save: SaveCheckpoint,
+        savers: Savers,
         group: Group,
         instruments: Instruments,
         intervals: Intervals,
@@ -58,11 +62,13 @@ class Trainer:
         progress: Progress,
         saved_step: int | None,
     ) -> None:
-        self._engine, self._loader, self._validator, self._save = engine, loader, validator, save
+        self._engine, self._loader, self._validator, self._savers = engine, loader, validator, savers
         self._group, self._intervals, self._stop = group, intervals, stop
         self._meter, self._writers, self._console = instruments
         self.progress = progress
         self._saved_step = saved_step
+        self._epoch = progress.position.epoch
+        self._failure: DistTfmError | None = None
 
     def run(self) -> bool:
         """Trains up to train.steps; True once they are reached, False when stopped on request.
@@ -80,6 +86,7 @@ class Trainer:
         finally:
             self._console.close()
         self._checkpoint()
+        together(self._group, "writing metrics", lambda: _reraise(self._failure))
         return self.progress.step >= steps
 
     def _step(self) -> bool:
@@ -95,24 +102,25 @@ class Trainer:
         loss, nll = self._group.sum_floats([result.sums.loss, result.sums.nll])
         self._meter.end_step(counts)
         self.progress = self.progress.after_step(batches.next_position, result.applied, self._meter.flops)
-        self._report(batches.epoch, loss, nll, result, counts)
+        self._epoch = batches.epoch
+        self._report(loss, nll, result, counts)
         return True
 
     def _agree_on_step(self) -> tuple[StepBatches | None, StepCounts, bool]:
         """This rank's micro-batches and, in one reduction over all ranks: token counts, requests to stop, failures."""
         batches: StepBatches | None = None
-        failure: DistTfmError | None = None
+        failure: Exception | None = self._failure  # of writing the step before: the other ranks hear of it here
         try:
             batches = self._loader.next_step()
-        except DistTfmError as error:
+        except Exception as error:
             failure = error
         counts = local_counts(batches.micro_batches if batches else [])
         *totals, stops, failures = self._group.sum_ints([*counts, int(bool(self._stop)), int(failure is not None)])
         if failures:
-            together(self._group, "reading the next batches", lambda: _reraise(failure))
+            together(self._group, "making the next step", lambda: _reraise(failure))
         return batches, global_counts(totals), stops > 0
 
-    def _report(self, epoch: int, loss: float, nll: float, result: StepResult, counts: StepCounts) -> None:
+    def _report(self, loss: float, nll: float, result: StepResult, counts: StepCounts) -> None:
         step, tokens = self.progress.step, counts.sums.target
         self._console.advance()
         if not result.applied:
@@ -122,17 +130,21 @@ class Trainer:
             )
         if due(step, self._intervals.log.every_steps) or (step == 1 and self._intervals.log.every_steps):
             line = self._meter.line(
-                step, epoch + 1, loss / tokens, nll / tokens, result, counts, self.progress.skipped_steps
+                step, self._epoch + 1, loss / tokens, nll / tokens, result, counts, self.progress.skipped_steps
             )
-            self._writers.write(line)
+            self._write(line)
 
     def _boundary(self) -> None:
         """Validates and checkpoints where due, then ends a run that diverged."""
         step, train = self.progress.step, self._intervals.train
         diverged = self.progress.skips_in_a_row >= train.max_skips
+        writes = due(step, self._intervals.checkpoint.every_steps) or diverged
         if due(step, train.validate_every) or (step == train.steps and train.validate_every):
-            self._validate()
-        if due(step, self._intervals.checkpoint.every_steps) or diverged:
+            self._validate(candidate=writes or step == train.steps)
+        # Before the checkpoint: if the run is killed between the two, it comes by this step again.
+        if due(step, self._intervals.checkpoint.snapshot_every) and not diverged:
+            self._savers.snapshot(self.progress)
+        if writes:
             self._checkpoint()
         if diverged:
             raise DivergedError(
@@ -141,19 +153,30 @@ class Trainer:
                 "schedule.warmup or optim.clip_norm"
             )
 
-    def _validate(self) -> None:
-        record = self._validator.run(self.progress.step, self.progress.position.epoch + 1)
+    def _validate(self, candidate: bool) -> None:
+        """Validates; candidate: a checkpoint will be written at this step, so it may become the best one."""
+        record = self._validator.run(self.progress.step, self._epoch + 1)
         metric = self._intervals.checkpoint.best_metric
-        if (value := record.get(metric)) is not None:
-            self.progress = self.progress.with_validation(value, larger_is_better=metric == "valid_bleu")
-        self._writers.write(record)
+        if candidate and (value := record.get(metric)) is not None:
+            self.progress = self.progress.with_candidate(metric, value, larger_is_better=metric == "valid_bleu")
+        self._write(record)
+
+    def _write(self, record: Record) -> None:
+        try:
+            self._writers.write(record)
+        except OSError as fault:
+            self._failure = describe_os_error(fault, "writing metrics")
 
     def _checkpoint(self) -> None:
         if self._saved_step != self.progress.step:
-            self._save(self.progress)
+            try:
+                self._writers.sync()
+            except OSError as fault:
+                self._failure = describe_os_error(fault, "writing metrics")
+            self._savers.checkpoint(self.progress)
             self._saved_step = self.progress.step
 
 
-def _reraise(failure: DistTfmError | None) -> None:
+def _reraise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure

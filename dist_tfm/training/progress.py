@@ -1,23 +1,32 @@
 """Where a run stands: the counters that a checkpoint keeps beside weights and moments."""
 
+import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from data_pipeline.api import Position
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from data_pipeline.api import NotNegative, Position
 from dist_tfm.errors import RunError
 
 
 @dataclass(frozen=True)
 class Progress:
-    """step counts global batches consumed; updates those that changed the weights (skipped ones are the difference)."""
+    """step counts global batches consumed; updates those that changed the weights (skipped ones are the difference).
 
-    step: int = 0
-    updates: int = 0
+    best_step, best_value: of the best checkpoint so far by best_metric.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    step: NotNegative = 0
+    updates: NotNegative = 0
     position: Position = field(default_factory=Position)
-    skipped_steps: int = 0
-    skips_in_a_row: int = 0
-    flops: int = 0
+    skipped_steps: NotNegative = 0
+    skips_in_a_row: NotNegative = 0
+    flops: NotNegative = 0
+    best_metric: str | None = None
     best_step: int | None = None
     best_value: float | None = None
 
@@ -29,9 +38,15 @@ class Progress:
     def from_json(cls, record: dict[str, Any]) -> "Progress":
         """Reads counters.json; raises RunError if it is not what `to_json` wrote."""
         try:
-            return cls(**{**record, "position": Position(**record["position"])})
-        except (KeyError, TypeError) as fault:
-            raise RunError(f"counters.json of the checkpoint does not fit this version: {fault}") from None
+            progress = TypeAdapter(cls).validate_json(json.dumps(record))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            key = ".".join(str(part) for part in fault["loc"])
+            raise RunError(f"counters.json of the checkpoint is not this program's ({key}: {fault['msg']})") from None
+        position = progress.position
+        if min(position.epoch, position.window, position.step) < 0:
+            raise RunError(f"counters.json of the checkpoint holds a position that no run can have: {position}")
+        return progress
 
     def after_step(self, position: Position, applied: bool, flops: int) -> "Progress":
         """One global batch later."""
@@ -45,9 +60,13 @@ class Progress:
             flops=flops,
         )
 
-    def with_validation(self, value: float, larger_is_better: bool) -> "Progress":
-        """Notes the value of checkpoint.best_metric at this step, if it is a number and the best so far."""
+    def with_candidate(self, metric: str, value: float, larger_is_better: bool) -> "Progress":
+        """Notes this step, at which a checkpoint is written, as the best one by `metric` if it is.
+
+        A value that is no number never is; values of another metric do not count any more.
+        """
         sign = 1 if larger_is_better else -1
-        if not math.isfinite(value) or (self.best_value is not None and sign * value <= sign * self.best_value):
+        rival = self.best_value if self.best_metric == metric else None
+        if not math.isfinite(value) or (rival is not None and sign * value <= sign * rival):
             return self
-        return replace(self, best_step=self.step, best_value=value)
+        return replace(self, best_metric=metric, best_step=self.step, best_value=value)

@@ -1,6 +1,7 @@
 """A run on disk: its lock, its configuration, its environment, its DONE marker."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -15,12 +16,15 @@ from typing import Any
 
 import torch
 
+from data_pipeline.files import write_bytes_atomically
 from dist_tfm.config.loading import config_to_yaml, forbidden_changes, read_config
 from dist_tfm.config.schema import Config
 from dist_tfm.errors import ConfigError, InputError
+from dist_tfm.metrics.writers import last_step
 
 OWN_NAMES = frozenset(
-    {"config.yaml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "DONE", ".lock", "errors"}
+    {"config.yaml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "snapshots", "averaged"}
+    | {"DONE", ".lock"}
 )
 PACKAGES = (
     "dist-tfm",
@@ -55,26 +59,33 @@ class RunDirectory:
         """
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"train.run_dir={self.path}: expected a directory, found a file")
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise InputError(f"{self.checkpoints}: expected a directory, found a file: move it away")
         if not self.config.exists():
             names = {p.name for p in self.path.iterdir()} if self.path.exists() else set()
-            foreign = sorted(name for name in names - OWN_NAMES if not name.startswith("config.yaml."))
+            foreign = sorted(name for name in names - OWN_NAMES if not name.endswith((".tmp", ".damaged")))
             if foreign:
                 raise InputError(
                     f"train.run_dir={self.path} holds what is no run of this program ({', '.join(foreign[:3])}): "
                     "choose another directory or empty it"
                 )
             return
-        changes = forbidden_changes(read_config(self.config), asked)
-        if changes:
-            lines = [
-                f"  {key}: the run was started with {before!r}, now asked for {after!r}"
-                for key, before, after in changes
-            ]
-            raise ConfigError(
-                f"{self.path} cannot be resumed with another configuration:\n"
-                + "\n".join(lines)
-                + "\nuse the run's own values, or start a new run with another train.run_dir"
-            )
+        refuse_changes(self.path, read_config(self.config), asked)
+
+    def lost_checkpoints(self) -> str | None:
+        """Why a directory without any checkpoint must not start again at step 0; None if it may.
+
+        A run that is done, or that has logged steps past its first checkpoint, had checkpoints: they were deleted, or
+        the disk that holds them is not there.
+        """
+        reached = last_step(self.metrics)
+        every = read_config(self.config).checkpoint.every_steps if self.config.exists() else 0
+        if not self.done.exists() and not (every and reached > every):
+            return None
+        return (
+            f"{self.path} has reached step {reached} but {self.checkpoints} holds no checkpoint: bring it back, or "
+            "start a new run with another train.run_dir"
+        )
 
     @contextlib.contextmanager
     def locked(self, patience: float = 60.0) -> Iterator[None]:
@@ -82,14 +93,25 @@ class RunDirectory:
 
         The lock is the operating system's: it ends with this process, however that ends, and no child inherits it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self.lock.open("a+") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self.lock.open("a+")
+        except OSError as fault:
+            raise InputError(
+                f"train.run_dir={self.path} cannot be used ({fault.strerror}): choose another directory"
+            ) from None
+        with file:
             deadline = time.monotonic() + patience
             while True:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except OSError:
+                except OSError as fault:
+                    if fault.errno not in (errno.EAGAIN, errno.EACCES):
+                        raise InputError(
+                            f"train.run_dir={self.path}: its file system cannot lock files ({fault.strerror}), so two "
+                            "runs could write there at once: choose a directory on another one"
+                        ) from None
                     if time.monotonic() >= deadline:
                         raise InputError(
                             f"{self.path} is in use by another run (waited {patience:.0f} s): "
@@ -99,31 +121,44 @@ class RunDirectory:
             yield
 
     def begin_attempt(self, config: Config, environment: Mapping[str, Any]) -> None:
-        """Writes config.yaml and adds this attempt to environment.json."""
-        write_atomically(self.config, config_to_yaml(config))
-        attempts = []
+        """Writes config.yaml and adds this attempt to environment.json; one that is not ours is moved aside."""
+        write_text_atomically(self.config, config_to_yaml(config))
+        attempts: list[object] = []
         if self.environment.exists():
             with contextlib.suppress(ValueError):
-                attempts = json.loads(self.environment.read_text(encoding="utf-8"))
-        write_atomically(self.environment, json.dumps([*attempts, environment], indent=1) + "\n")
+                found = json.loads(self.environment.read_text(encoding="utf-8"))
+                attempts = found if isinstance(found, list) else []
+            if not attempts:
+                self.environment.replace(self.environment.with_name("environment.json.damaged"))
+        write_text_atomically(self.environment, json.dumps([*attempts, environment], indent=1) + "\n")
 
     def mark_done(self, step: int) -> None:
         """Writes DONE: train.steps is reached."""
-        write_atomically(self.done, f"{step}\n")
+        write_text_atomically(self.done, f"{step}\n")
 
     def clear_done(self) -> None:
         """Training goes on past DONE."""
         self.done.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str) -> None:
     """The whole text or the old file, whatever happens meanwhile."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_bytes_atomically(path, text.encode())
+
+
+def refuse_changes(where: Path, saved: Config, asked: Config) -> None:
+    """Raises ConfigError, with keys and both values, if a run saved with one configuration is asked to go on with
+    another."""
+    changes = forbidden_changes(saved, asked)
+    if changes:
+        lines = [
+            f"  {key}: the run was started with {before!r}, now asked for {after!r}" for key, before, after in changes
+        ]
+        raise ConfigError(
+            f"{where} cannot be resumed with another configuration:\n"
+            + "\n".join(lines)
+            + "\nuse the run's own values, or start a new run with another train.run_dir"
+        )
 
 
 def describe_environment(launcher: str, hosts: list[str], devices: list[str]) -> dict[str, Any]:

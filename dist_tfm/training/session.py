@@ -4,19 +4,21 @@ import contextlib
 import dataclasses
 import platform
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from data_pipeline.prepare import prepare
-from dist_tfm.checkpoint.layout import TOKENIZER, step_of
+from dist_tfm.checkpoint.layout import CONFIG, TOKENIZER, step_of
 from dist_tfm.checkpoint.manager import CheckpointManager
 from dist_tfm.checkpoint.restore import load_weights_only, read_counters
-from dist_tfm.config.loading import config_to_yaml
-from dist_tfm.config.schema import Config
+from dist_tfm.checkpoint.snapshots import SnapshotStore
+from dist_tfm.checkpoint.weights import find_checkpoint
+from dist_tfm.config.loading import config_from_yaml, config_to_yaml, differences, read_config
+from dist_tfm.config.schema import Config, LaunchConfig
 from dist_tfm.engine.base import Engine
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
-from dist_tfm.errors import InputError
+from dist_tfm.errors import ConfigError, InputError, RunError
 from dist_tfm.metrics.flops import peak_flops
 from dist_tfm.metrics.meter import Meter
 from dist_tfm.metrics.writers import (
@@ -33,47 +35,78 @@ from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.collectives import first_rank_alone, together
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.corpus import Corpus, open_corpus
-from dist_tfm.training.loop import Instruments, Intervals, Trainer
+from dist_tfm.training.loop import Instruments, Intervals, Savers, Trainer
 from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.optim import parameter_groups
 from dist_tfm.training.progress import Progress
 from dist_tfm.training.randomness import SeededRunner
-from dist_tfm.training.run_directory import RunDirectory, describe_environment
+from dist_tfm.training.run_directory import RunDirectory, describe_environment, refuse_changes
 from dist_tfm.training.schedule import rate_function
 from dist_tfm.training.signals import StopRequest
 from dist_tfm.training.validation import Validator
 
 
+class Setting(NamedTuple):
+    """What every part of an attempt is built from."""
+
+    config: Config
+    topology: Topology
+    console: Console
+    directory: RunDirectory
+
+
 def run(config: Config, topology: Topology, stop: StopRequest) -> int:
     """Trains from the newest valid checkpoint (or from the start) to train.steps. Returns the exit code.
 
-    Every rank calls it. Raises DistTfmError.
+    Every rank calls it, with the same configuration. Raises DistTfmError.
     """
     console = Console(enabled=topology.is_main)
     directory = RunDirectory(Path(config.train.run_dir))
+    setting = Setting(config, topology, console, directory)
     with contextlib.ExitStack() as stack:
-        _open_directory(directory, config, topology, stack)
+        _open_directory(setting, stack)
         manager = CheckpointManager(directory.path, topology.world, config.checkpoint.keep, warn=console.say)
         checkpoint = manager.newest_valid()
-        reached = None if checkpoint is None else step_of(checkpoint)
-        if reached is not None and reached >= config.train.steps:
-            _say_finished(directory, config, reached, console, topology)
+        progress = together(topology.world, "reading the checkpoint", lambda: _read_progress(setting, checkpoint))
+        if checkpoint is not None and progress.step >= config.train.steps:
+            _say_finished(setting, progress.step)
             return 0
         prepare_shards(config, topology, console)
-        progress = together(topology.world, "reading the checkpoint", lambda: _read_progress(checkpoint, config))
         start = progress.position
         corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data, start))
         stack.callback(corpus.loader.close)
-        _describe(config, corpus, topology, console)
+        _describe(setting, corpus)
         engine = build_engine(config, corpus.tokenizer.vocab_size, topology)
         stack.callback(engine.close)
-        _restore(config, manager, checkpoint, engine, corpus, topology, console)
+        _restore(setting, manager, checkpoint, engine, corpus)
         # Only now: a start that fails on bad input must not bind the directory to its configuration.
-        _begin_attempt(directory, config, topology)
-        trainer = _build_trainer(
-            config, directory, manager, engine, corpus, topology, console, stop, progress, reached, stack
+        _begin_attempt(setting)
+        writers = stack.enter_context(
+            together(topology.world, "opening the metrics", lambda: _open_writers(setting, progress))
         )
-        return _train(trainer, directory, config, topology, console, stop)
+        saved_step = None if checkpoint is None else progress.step
+        trainer = _build_trainer(setting, manager, engine, corpus, writers, stop, progress, saved_step)
+        return _train(setting, trainer, stop)
+
+
+def agree_on_configuration(config: Config, topology: Topology, fault: ConfigError | None) -> None:
+    """Raises on every rank if one of them could not read its configuration (`fault`), or reads another than rank 0."""
+
+    def refuse() -> None:
+        if fault is not None:
+            raise fault
+
+    together(topology.world, "reading the configuration", refuse)
+    mine = dataclasses.replace(config, launch=LaunchConfig())  # a rank's own hardware is its own affair
+    first = config_from_yaml(cast(str, topology.world.broadcast(config_to_yaml(mine))))
+
+    def compare() -> None:
+        found = differences(first, mine)
+        if found:
+            key, one, other = found[0]
+            raise ConfigError(f"all ranks need one configuration: {key} is {other!r} here and {one!r} on rank 0")
+
+    together(topology.world, "comparing configurations", compare)
 
 
 def build_engine(config: Config, vocab_size: int, topology: Topology) -> Engine:
@@ -91,6 +124,7 @@ def build_engine(config: Config, vocab_size: int, topology: Topology) -> Engine:
         topology=topology,
         rate=rate_function(config.schedule, config.model.d_model),
         runner=lambda step, index: SeededRunner(config.train.seed, step, index, checkpointing),
+        ema=config.train.ema,
     )
 
 
@@ -103,21 +137,23 @@ def prepare_shards(config: Config, topology: Topology, console: Console) -> None
     )
 
 
-def _open_directory(directory: RunDirectory, config: Config, topology: Topology, stack: contextlib.ExitStack) -> None:
+def _open_directory(setting: Setting, stack: contextlib.ExitStack) -> None:
     """Refuses a wrong directory before anything else is looked at, then locks it (and looks again)."""
+    directory = setting.directory
 
     def check_and_lock() -> None:
-        if topology.is_main:
-            directory.check(config)
+        if setting.topology.is_main:
+            directory.check(setting.config)
             stack.enter_context(directory.locked())
-            directory.check(config)
+            directory.check(setting.config)
 
-    together(topology.world, f"opening {directory.path}", check_and_lock)
+    together(setting.topology.world, f"opening {directory.path}", check_and_lock)
 
 
-def _begin_attempt(directory: RunDirectory, config: Config, topology: Topology) -> None:
-    device = topology.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+def _begin_attempt(setting: Setting) -> None:
+    topology, directory = setting.topology, setting.directory
+    cuda = topology.device.type == "cuda"
+    name = torch.cuda.get_device_name(topology.device) if cuda else f"cpu ({platform.machine()})"
     everywhere = cast(list[dict[str, str]], topology.world.gather({"host": platform.node(), "device": name}))
 
     def write() -> None:
@@ -126,94 +162,99 @@ def _begin_attempt(directory: RunDirectory, config: Config, topology: Topology) 
             environment = describe_environment(
                 topology.ranks.launcher, [e["host"] for e in everywhere], [e["device"] for e in everywhere]
             )
-            directory.begin_attempt(config, environment)
+            directory.begin_attempt(setting.config, environment)
 
     together(topology.world, f"writing {directory.path}", write)
 
 
-def _describe(config: Config, corpus: Corpus, topology: Topology, console: Console) -> None:
-    counts = parameter_counts(config.model, corpus.tokenizer.vocab_size)
+def _describe(setting: Setting, corpus: Corpus) -> None:
+    counts = parameter_counts(setting.config.model, corpus.tokenizer.vocab_size)
     parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    console.say(f"parameters: {sum(counts.values()):,} ({parts})")
-    console.say(corpus.description)
+    setting.console.say(f"parameters: {sum(counts.values()):,} ({parts})")
+    setting.console.say(corpus.description)
 
 
-def _read_progress(checkpoint: Path | None, config: Config) -> Progress:
-    """Where the run stands by its checkpoint; the start of a new one."""
+def _read_progress(setting: Setting, checkpoint: Path | None) -> Progress:
+    """Where the run stands by its checkpoint; the start of a new one, if nothing speaks of an older one."""
     if checkpoint is None:
+        if (lost := setting.directory.lost_checkpoints()) is not None:
+            raise RunError(lost)
         return Progress()
+    # The directory's own config.yaml was compared before; this one cannot have been changed since.
+    refuse_changes(checkpoint, read_config(checkpoint / CONFIG), setting.config)
     progress = Progress.from_json(cast(dict[str, Any], read_counters(checkpoint)))
-    if progress.skips_in_a_row >= config.train.max_skips:
+    if progress.step != step_of(checkpoint):
+        raise RunError(f"{checkpoint} holds the counters of step {progress.step}: give it back its own name")
+    if progress.skips_in_a_row >= setting.config.train.max_skips:
         # The attempt that diverged has ended; whoever starts another one means to try on.
         progress = dataclasses.replace(progress, skips_in_a_row=0)
     return progress
 
 
 def _restore(
-    config: Config,
-    manager: CheckpointManager,
-    checkpoint: Path | None,
-    engine: Engine,
-    corpus: Corpus,
-    topology: Topology,
-    console: Console,
+    setting: Setting, manager: CheckpointManager, checkpoint: Path | None, engine: Engine, corpus: Corpus
 ) -> None:
     """Fills the engine from the run's own checkpoint, or with the weights that a new run starts from."""
+    world, init_from = setting.topology.world, setting.config.train.init_from
     if checkpoint is not None:
-        together(topology.world, "comparing tokenizers", lambda: _check_tokenizer(checkpoint, corpus))
+        together(world, "comparing tokenizers", lambda: _check_tokenizer(checkpoint, corpus))
         manager.load(checkpoint, engine)
-        console.say(f"resumed at step {step_of(checkpoint)} from {checkpoint}")
-    elif config.train.init_from:
-        load_weights_only(Path(config.train.init_from), engine, topology.world)
-        console.say(f"weights from {config.train.init_from}")
+        setting.console.say(f"resumed at step {step_of(checkpoint)} from {checkpoint}")
+    elif init_from:
+        source = together(world, f"looking for a checkpoint in {init_from}", lambda: find_checkpoint(Path(init_from)))
+        load_weights_only(source, engine, world)
+        together(world, "comparing tokenizers", lambda: _check_tokenizer(source, corpus))
+        setting.console.say(f"weights from {source}")
 
 
 def _check_tokenizer(checkpoint: Path, corpus: Corpus) -> None:
     if (checkpoint / TOKENIZER).read_bytes() != corpus.tokenizer_file.read_bytes():
         raise InputError(
             f"{checkpoint} was trained with another tokenizer than {corpus.tokenizer_file}: "
-            "point data.shards to the shards that the run was started with"
+            "point data.shards to the shards that it was trained on"
         )
 
 
 def _build_trainer(
-    config: Config,
-    directory: RunDirectory,
+    setting: Setting,
     manager: CheckpointManager,
     engine: Engine,
     corpus: Corpus,
-    topology: Topology,
-    console: Console,
+    writers: Writers,
     stop: StopRequest,
     progress: Progress,
     saved_step: int | None,
-    stack: contextlib.ExitStack,
 ) -> Trainer:
-    writers = stack.enter_context(
-        together(
-            topology.world, "opening the metrics", lambda: _open_writers(directory, config, topology, console, progress)
-        )
-    )
+    config, topology, console, directory = setting
     dtype = torch.float32 if engine.facts.precision == "fp32" else torch.bfloat16
     peak = topology.data.sum_floats([peak_flops(topology.device, dtype)])[0]
+    meter = Meter(config.model, corpus.tokenizer.vocab_size, engine.facts, topology.device, peak, progress.flops)
+    validator = Validator(
+        engine,
+        corpus.held_out,
+        corpus.tokenizer,
+        topology.data,
+        config.decode,
+        topology.device,
+        console,
+        averaged=config.train.ema > 0,
+    )
+    snapshots = SnapshotStore(directory.path, topology.world, config.checkpoint.keep_snapshots, warn=console.say)
     text = config_to_yaml(config)
 
     def save(now: Progress) -> None:
         manager.save(engine, now.step, now.to_json(), text, corpus.tokenizer_file, now.best_step)
 
+    def save_snapshot(now: Progress) -> None:
+        snapshots.save(engine, now.step, now.to_json(), text, corpus.tokenizer_file)
+
     return Trainer(
         engine=engine,
         loader=corpus.loader,
-        validator=Validator(
-            engine, corpus.held_out, corpus.tokenizer, topology.data, config.decode, topology.device, console
-        ),
-        save=save,
+        validator=validator,
+        savers=Savers(checkpoint=save, snapshot=save_snapshot),
         group=topology.data,
-        instruments=Instruments(
-            meter=Meter(config.model, corpus.tokenizer.vocab_size, engine.facts, topology.device, peak, progress.flops),
-            writers=writers,
-            console=console,
-        ),
+        instruments=Instruments(meter=meter, writers=writers, console=console),
         intervals=Intervals(config.train, config.checkpoint, config.log),
         stop=stop,
         progress=progress,
@@ -221,50 +262,45 @@ def _build_trainer(
     )
 
 
-def _open_writers(
-    directory: RunDirectory, config: Config, topology: Topology, console: Console, progress: Progress
-) -> Writers:
+def _open_writers(setting: Setting, progress: Progress) -> Writers:
     """Rank 0's writers, metrics.jsonl cut back to the resumed step; none on the other ranks."""
-    if not topology.is_main:
+    if not setting.topology.is_main:
         return Writers([])
+    directory, console = setting.directory, setting.console
     cut_back(directory.metrics, progress.step)
     writers: list[MetricsWriter] = [JsonLinesWriter(directory.metrics), console]
-    if config.log.tensorboard:
-        writers.append(TensorBoardWriter(directory.tensorboard, progress.step))
+    if setting.config.log.tensorboard:
+        writers.append(TensorBoardWriter(directory.tensorboard, progress.step, warn=console.say))
     return Writers(writers)
 
 
-def _train(
-    trainer: Trainer,
-    directory: RunDirectory,
-    config: Config,
-    topology: Topology,
-    console: Console,
-    stop: StopRequest,
-) -> int:
+def _train(setting: Setting, trainer: Trainer, stop: StopRequest) -> int:
+    directory, console = setting.directory, setting.console
     finished = trainer.run()
     step = trainer.progress.step
     if finished:
-        together(
-            topology.world, "marking the run as done", lambda: directory.mark_done(step) if topology.is_main else None
-        )
+        _mark_done(setting, step)
         console.say(f"done: step {step} is reached; curves: tensorboard --logdir {directory.path.parent}")
     else:
         console.say(
-            f"stopped at step {step} of {config.train.steps}"
+            f"stopped at step {step} of {setting.config.train.steps}"
             + (f" on {stop.signal_name}" if stop else "")
             + "; the same command goes on from here"
         )
     return 0
 
 
-def _say_finished(directory: RunDirectory, config: Config, reached: int, console: Console, topology: Topology) -> None:
+def _mark_done(setting: Setting, step: int) -> None:
     def mark() -> None:
-        if topology.is_main and not directory.done.exists():  # killed between the last checkpoint and the marker
-            directory.mark_done(reached)
+        if setting.topology.is_main:
+            setting.directory.mark_done(step)
 
-    together(topology.world, "marking the run as done", mark)
-    console.say(
-        f"finished: {directory.path} has reached step {reached} of train.steps={config.train.steps}; "
+    together(setting.topology.world, "marking the run as done", mark)
+
+
+def _say_finished(setting: Setting, reached: int) -> None:
+    _mark_done(setting, reached)  # again, since a kill may have come between the last checkpoint and the marker
+    setting.console.say(
+        f"finished: {setting.directory.path} has reached step {reached} of train.steps={setting.config.train.steps}; "
         f"to go on give a larger one, as in --train.steps={2 * reached}"
     )

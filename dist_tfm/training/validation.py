@@ -40,7 +40,10 @@ def sample_ids(pairs: int, wanted: int) -> list[int]:
 
 
 class Validator:
-    """Runs one validation; every rank calls it at the same steps."""
+    """Runs one validation; every rank calls it at the same steps.
+
+    averaged: whether the engine keeps a moving average of the weights, whose loss is then reported too.
+    """
 
     def __init__(
         self,
@@ -51,14 +54,21 @@ class Validator:
         decode: DecodeConfig,
         device: torch.device,
         console: Console,
+        averaged: bool = False,
     ) -> None:
         self._engine, self._held_out, self._tokenizer = engine, held_out, tokenizer
         self._group, self._decode, self._device, self._console = group, decode, device, console
+        self._averaged = averaged
         self._sample = sample_ids(held_out.pairs, decode.valid_sentences)
 
     def run(self, step: int, epoch: int) -> dict[str, Any]:
-        """The validation line of `step`: loss (smoothed), nll and perplexity per target token, BLEU of the sample."""
+        """The validation line of `step`: loss (smoothed), nll and perplexity per target token, BLEU of the sample;
+        loss, nll and perplexity of the weights' moving average under valid_ema_*."""
         record = {"step": step, "epoch": epoch, **self._losses()}
+        if self._averaged:
+            with self._engine.averaged_weights():
+                of_average = self._losses()
+            record |= {f"valid_ema_{key}": of_average[f"valid_{key}"] for key in ("loss", "nll", "ppl")}
         if self._sample:
             record["valid_decoded"] = len(self._sample)
             record["valid_bleu"] = self._bleu()

@@ -33,6 +33,7 @@ def build_engine(
     initial_seed: int | None = None,
     runner: RunnerFactory | None = None,
     wrap: Callable[[TranslationLoss], nn.Module] | None = None,
+    ema: float = 0.0,
 ) -> DeepSpeedEngine:
     """The engine as the training script builds it.
 
@@ -58,6 +59,7 @@ def build_engine(
         topology=topology,
         rate=rate_function(schedule, recipe.model.d_model),
         runner=runner or seeded,
+        ema=ema,
     )
 
 
@@ -93,7 +95,7 @@ def train_steps(
     return [train_step(engine, topology, recipe, step) for step in range(first, last + 1)]
 
 
-def gather_state(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+def gather_state(engine: DeepSpeedEngine, kinds: Sequence[str] = STATE_KINDS) -> dict[str, Tensor]:
     """Every parameter's master weight and moments, whole, as KIND/NAME, on every rank, put together from fragments.
 
     Asserts that each element comes from exactly one rank.
@@ -102,13 +104,13 @@ def gather_state(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     fragments = {fragment.tag.name: fragment for fragment in engine.fragments(divide=True)}
     state: dict[str, Tensor] = {}
     for tag in tags:
-        rows = torch.zeros(len(STATE_KINDS) + 1, torch.Size(tag.shape).numel())
+        rows = torch.zeros(len(kinds) + 1, torch.Size(tag.shape).numel())
         if (fragment := fragments.get(tag.name)) is not None:
             place = slice(fragment.start, fragment.start + fragment.numel)
-            for row, kind in zip(rows, STATE_KINDS, strict=False):
+            for row, kind in zip(rows, kinds, strict=False):
                 row[place] = fragment.views[kind]
             rows[-1, place] = 1
         dist.all_reduce(rows)
         assert bool((rows[-1] == 1).all()), f"{tag.name} is not covered exactly once"
-        state |= {f"{kind}/{tag.name}": row.view(tag.shape) for kind, row in zip(STATE_KINDS, rows, strict=False)}
+        state |= {f"{kind}/{tag.name}": row.view(tag.shape) for kind, row in zip(kinds, rows, strict=False)}
     return state

@@ -22,7 +22,7 @@ from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.randomness import SeededRunner
 from tests.batches import make_batch
 from tests.distributed.build import build_engine, gather_state, train_step, train_steps
-from tests.oracle import Recipe
+from tests.oracle import Recipe, build_model
 
 SAVE_STEP = 5
 
@@ -41,6 +41,9 @@ def exact(
     """Trains; keeps the state after the first and the last step, and a checkpoint of SAVE_STEP."""
     started = time.monotonic()
     engine = build_engine(topology, stage, recipe, checkpointing)
+    start = gather_state(engine, ("fp32",))
+    drawn = {f"fp32/{name}": p.detach() for name, p in build_model(recipe).named_parameters()}
+    exact_start = all(torch.equal(start[key].view(-1), value.view(-1)) for key, value in drawn.items())
     steps = train_steps(engine, topology, recipe, 1, 1)
     first = gather_state(engine)
     steps += train_steps(engine, topology, recipe, 2, SAVE_STEP)
@@ -50,7 +53,7 @@ def exact(
     _write_state(topology, folder / f"{topology.data.size}_{name}.safetensors", first=first, last=last)
     facts = vars(engine.facts) | {"updates": engine.updates}
     engine.close()
-    return {"steps": steps, "facts": facts, "seconds": time.monotonic() - started}
+    return {"steps": steps, "facts": facts, "exact_start": exact_start, "seconds": time.monotonic() - started}
 
 
 def mutant(topology: Topology, folder: Path, name: str, stage: int, recipe: Recipe, fault: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_tfm.parallel.topology import Topology
-from tests.distributed import cases, checkpoint_cases
+from tests.distributed import average_cases, cases, checkpoint_cases
 from tests.oracle import Recipe
 
 Case = Callable[[Topology, Path], Any]
@@ -107,6 +107,15 @@ BYTES = {"2": (0, 1, 2, 3), "4": (1, 2, 3)}
 
 EVALUATED: dict[str, list[Exact]] = {"1": [FP32[0]], "2": [FP32[1], FP32[3], BF16[0], BF16[1]], "3": [FP32[3]]}
 
+AVERAGED: dict[str, list[Exact]] = {"1": [FP32[1]], "3": [FP32[3]], "2": [*FP32, BF16[1]]}
+"""Runs with a moving average of their weights."""
+
+AVERAGES_LOADED: dict[str, list[tuple[int, Exact, int]]] = {
+    "2": [(3, FP32[3], 1), (1, FP32[1], 3), (3, FP32[3], 0)],
+    "1b": [(2, FP32[0], 2), (2, BF16[1], 1)],
+}
+"""(ranks that wrote a checkpoint of such a run, how, the stage that it is loaded into)."""
+
 AFTER = {"3": ("1",), "4": ("3",), "2": ("4",), "1b": ("2",)}
 """Worlds whose checkpoints a world loads."""
 
@@ -135,6 +144,17 @@ def _training_cases(world: str) -> dict[str, Case]:
     return found
 
 
+def _average_cases(world: str) -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for e in AVERAGED.get(world, ()):
+        found[f"average_{e.name}"] = partial(average_cases.averaging, stage=e.stage, recipe=e.recipe)
+    for source, written, stage in AVERAGES_LOADED.get(world, ()):
+        found[f"average_load_{source}_{written.name}_stage{stage}"] = partial(
+            average_cases.loading, source=source, written=written.stage, stage=stage, recipe=written.recipe
+        )
+    return found
+
+
 def _checkpoint_cases(world: str) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for load in LOADS.get(world, ()):
@@ -160,5 +180,7 @@ def _checkpoint_cases(world: str) -> dict[str, Case]:
 
 
 WORLDS = ("1", "3", "4", "2", "1b")
-PLAN: dict[str, dict[str, Case]] = {world: _training_cases(world) | _checkpoint_cases(world) for world in WORLDS}
+PLAN: dict[str, dict[str, Case]] = {
+    world: _training_cases(world) | _checkpoint_cases(world) | _average_cases(world) for world in WORLDS
+}
 PLAN["2_failing"] = {"fine": cases.fine, "one_rank_raises": cases.one_rank_raises}

@@ -1,12 +1,26 @@
 """A user's mistakes: one clear sentence, the right exit code, no traceback, on one rank and on two."""
 
+import hashlib
 import shutil
+import socket
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import checkpoint_steps, run_job, small_project, train_command, training_lines
+from dist_tfm.checkpoint.files import FileRecord
+from dist_tfm.checkpoint.manifest import manifest_bytes, read_manifest
+from tests.jobs import (
+    ROOT,
+    checkpoint_steps,
+    clean_environment,
+    run_job,
+    small_project,
+    train_command,
+    training_lines,
+)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +177,116 @@ def test_no_gpu_where_one_was_asked_for(project: Path, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     fails(project, "--launch.device=cuda", f"--train.run_dir={tmp_path}/g", parts=("launch.device",))
+
+
+def on_two_ranks(config: Path, *arguments: tuple[str, ...], **variables: str) -> list[tuple[int, str]]:
+    """(exit code, output) of two processes started by hand, each with arguments of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    jobs = []
+    for rank, own in enumerate(arguments):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environment = clean_environment() | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | variables
+        command = train_command(1, "--config", str(config), *own)
+        jobs.append(
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    return [(job.returncode, output) for job, output in zip(jobs, outputs, strict=True)]
+
+
+def test_ranks_with_different_configurations_are_refused(project: Path, tmp_path: Path) -> None:
+    run = f"--train.run_dir={tmp_path}/r"
+    results = on_two_ranks(project, (run,), (run, "--schedule.peak=0.1"))
+    assert [code for code, _ in results] == [2, 2], results
+    together = "".join(output for _, output in results)
+    refused(together, 2, 2, "schedule.peak", "0.1", "0.002")
+    assert together.count("error: ") == 1
+
+
+def test_a_misspelt_key_on_two_ranks_is_said_once(project: Path) -> None:
+    for arguments in ((("--train.stepz=1",),) * 2, ((), ("--train.stepz=1",))):
+        results = on_two_ranks(project, *arguments)
+        assert [code for code, _ in results] == [2, 2], results
+        together = "".join(output for _, output in results)
+        refused(together, 2, 2, "train.stepz")
+        assert together.count("error: ") == 1
+
+
+def test_ranks_that_cannot_be_are_refused_aloud(project: Path) -> None:
+    for variables in ({"RANK": "5"}, {"WORLD_SIZE": "x"}, {"MASTER_PORT": ""}):
+        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+        done = subprocess.run(
+            train_command(1, "--config", str(project)),
+            cwd=ROOT,
+            env=clean_environment() | place | variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        refused(done.stderr, done.returncode, 2, "error: ", next(iter(variables)))
+
+
+def test_lost_checkpoints_do_not_mean_starting_again(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project.parent / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    fails(project, f"--train.run_dir={tmp_path}/run", code=1, parts=("reached step 6", "no checkpoint"))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_run_without_its_configuration_is_compared_with_its_checkpoint(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project.parent / "run", tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").unlink()
+    fails(project, f"--train.run_dir={tmp_path}/run", "--train.seed=5", parts=("train.seed", "5"))
+
+
+def test_weights_of_another_tokenizer_are_refused(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project.parent / "run" / "checkpoints" / "step_6", tmp_path / "other")
+    model = tmp_path / "other" / "tokenizer.model"
+    model.write_bytes(model.read_bytes() + b"\n")
+    manifest = read_manifest(tmp_path / "other")
+    data = model.read_bytes()
+    manifest.files["tokenizer.model"] = FileRecord(len(data), hashlib.sha256(data).hexdigest())
+    (tmp_path / "other" / "COMPLETE").write_bytes(manifest_bytes(manifest.step, manifest.files))
+    arguments = (f"--train.init_from={tmp_path}/other", f"--train.run_dir={tmp_path}/r")
+    fails(project, *arguments, parts=("another tokenizer",))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_loses_no_checkpoint(project: Path, small_disk: Path) -> None:
+    """A checkpoint takes 0.7 MB: some fit beside each other, then the disk is full."""
+    run = small_disk / "run"
+    common = (f"--train.run_dir={run}", "--train.validate_every=0", "--train.steps=60", "--log.tensorboard=false")
+    fails(project, *common, "--checkpoint.keep=9", code=1, parts=("no space left", "same command again"))
+    steps = checkpoint_steps(run)
+    assert steps
+    assert not list((run / "checkpoints").glob("*.tmp"))
+    shutil.rmtree(run / "checkpoints" / f"step_{steps[0]}")
+    done = run_job(train_command(1, "--config", str(project), *common, "--checkpoint.keep=1"))
+    assert done.returncode == 0, done.stdout
+    assert f"resumed at step {steps[-1]}" in done.stdout
+
+
+def test_a_full_disk_for_metrics_is_one_sentence(project: Path, small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(bytes(3_000_000 - 60_000))
+    common = (f"--train.run_dir={small_disk}/run", "--train.validate_every=0", "--checkpoint.every_steps=0")
+    done = run_job(train_command(1, "--config", str(project), *common, "--train.steps=300"))
+    refused(done.stdout, done.returncode, 1, "no space left while writing metrics")
 
 
 def test_scripts_without_arguments_they_need() -> None:

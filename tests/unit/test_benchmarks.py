@@ -297,7 +297,7 @@ def run_benchmark(script: str, folder: Path, *arguments: str) -> list[dict[str, 
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(rows.read_text(encoding="utf-8"))
     check_rows(found)
-    assert done.stdout.count("\n| ") == len(found) + 1, done.stdout
+    assert done.stdout.count("\n| ") == len(found), done.stdout
     return found
 
 

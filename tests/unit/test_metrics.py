@@ -13,7 +13,7 @@ from data_pipeline.api import Batch, zero_weight_batch
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.metrics.flops import forward_flops, length_sums, measured_gemm_peak, training_flops
 from dist_tfm.metrics.meter import global_counts, local_counts
-from dist_tfm.metrics.writers import JsonLinesWriter, cut_back, finite
+from dist_tfm.metrics.writers import JsonLinesWriter, TensorBoardWriter, cut_back, finite, last_step
 from dist_tfm.model.transformer import Transformer
 
 
@@ -93,6 +93,33 @@ def test_counts_add_up_over_ranks_and_tell_pairs_apart() -> None:
     other = global_counts(local_counts([batch(2, 4, 3), batch(3, 5, 2, first_id=3)]))
     assert other.pair_hash != whole.pair_hash
     assert 0 <= whole.pair_hash < 2**53
+
+
+def test_curves_that_cannot_be_written_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    writer = TensorBoardWriter(tmp_path / "tensorboard", 0, warn=said.append)
+    writer.write({"step": 1, "loss": 1.0})
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", fail)
+    for step in (2, 3):
+        writer.write({"step": step, "loss": 1.0})
+    writer.sync()
+    writer.close()
+    assert len(said) == 1
+    assert "No space left" in said[0]
+
+
+def test_a_line_broken_by_hand_does_not_take_the_rest_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n#"step": 2}\n{"step": "3"}\n{"step": 4}\n{"step": 5}\n{"step": 6')
+    cut_back(path, 4)
+    assert path.read_text().splitlines()[-1] == '{"step": 4}'
+    assert len(path.read_text().splitlines()) == 4
+    assert last_step(path) == 4
+    assert last_step(tmp_path / "absent") == 0
 
 
 def test_the_measured_peak_is_a_rate() -> None:

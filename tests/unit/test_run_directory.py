@@ -13,7 +13,7 @@ from dist_tfm.config.loading import config_to_yaml
 from dist_tfm.config.schema import Config, TrainConfig
 from dist_tfm.errors import ConfigError, InputError, RunError
 from dist_tfm.training.progress import Progress
-from dist_tfm.training.run_directory import RunDirectory, describe_environment, write_atomically
+from dist_tfm.training.run_directory import RunDirectory, describe_environment, write_text_atomically
 
 
 def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> None:
@@ -84,14 +84,14 @@ def test_done_comes_and_goes(tmp_path: Path) -> None:
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f"
-    write_atomically(path, "old")
+    write_text_atomically(path, "old")
 
     def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dist_tfm.training.run_directory.os.fsync", fail)
+    monkeypatch.setattr("data_pipeline.files.os.fsync", fail)
     with pytest.raises(OSError, match="No space left"):
-        write_atomically(path, "new")
+        write_text_atomically(path, "new")
     assert path.read_text() == "old"
 
 
@@ -101,12 +101,23 @@ def test_progress_survives_json_and_counts_skips() -> None:
     progress = progress.after_step(progress.position, applied=False, flops=9)
     progress = progress.after_step(progress.position, applied=False, flops=9)
     assert (progress.step, progress.updates, progress.skipped_steps, progress.skips_in_a_row) == (3, 1, 2, 2)
-    progress = progress.with_validation(2.5, larger_is_better=False)
-    assert progress.with_validation(2.6, larger_is_better=False) == progress
-    assert progress.with_validation(2.6, larger_is_better=True).best_value == 2.6
-    assert progress.with_validation(math.nan, larger_is_better=False) == progress
-    assert Progress().with_validation(math.inf, larger_is_better=True) == Progress()
+    progress = progress.with_candidate("valid_nll", 2.5, larger_is_better=False)
+    assert progress.with_candidate("valid_nll", 2.6, larger_is_better=False) == progress
+    assert progress.with_candidate("valid_nll", 2.4, larger_is_better=False).best_value == 2.4
+    assert progress.with_candidate("valid_nll", math.nan, larger_is_better=False) == progress
+    assert progress.with_candidate("valid_bleu", 0.1, larger_is_better=True).best_value == 0.1, "another metric"
+    assert Progress().with_candidate("valid_bleu", math.inf, larger_is_better=True) == Progress()
     assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
     assert progress.after_step(progress.position, applied=True, flops=9).skips_in_a_row == 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"flops": None}, {"updates": -1}, {"step": "5"}, {"extra": 1}, {"best_value": math.nan}]
+)
+def test_counters_that_lie_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(RunError, match=r"counters\.json"):
-        Progress.from_json({"step": 3})
+        Progress.from_json(Progress().to_json() | change)
+    with pytest.raises(RunError, match=r"counters\.json"):
+        Progress.from_json(Progress().to_json() | {"position": {"epoch": "x", "window": 0, "step": 0}})
+    with pytest.raises(RunError, match=r"counters\.json"):
+        Progress.from_json(Progress().to_json() | {"position": {"epoch": 0, "window": -1, "step": 0}})
