@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 
 from data_pipeline.settings import run_main
+from dist_tfm.errors import DistTfmError
 from dist_tfm.inference.command_line import DecodingSettings, parse_decoding
 from dist_tfm.parallel.environment import cores_per_rank, read_ranks, speaks_for_all
 
@@ -38,7 +39,11 @@ def _n_best_key(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 def main(argv: Sequence[str]) -> int:
     """The program; argv without its name. Returns the exit code, raises DistTfmError."""
-    settings, options = parse_decoding("translate.py", DESCRIPTION, argv, _add_options, _n_best_key)
+    try:
+        settings, options = parse_decoding("translate.py", DESCRIPTION, argv, _add_options, _n_best_key)
+    except DistTfmError as error:
+        error.shared = True  # every rank reads the same command line and the same checkpoint
+        raise
     return _run(settings, options.n_best is not None)
 
 
@@ -48,13 +53,18 @@ def _run(settings: DecodingSettings, n_best: bool) -> int:
     import torch
 
     from dist_tfm.inference.session import translate_standard_input
-    from dist_tfm.parallel.topology import shutdown, start
+    from dist_tfm.parallel.topology import describe_fault, shutdown, start
 
     # Launchers export OMP_NUM_THREADS=1, whatever cores there are.
     torch.set_num_threads(settings.launch.threads or cores_per_rank(ranks, os.environ))
     topology = start(ranks, settings.launch, report=lambda _: None)
     try:
         translate_standard_input(settings, n_best, topology)
+    except RuntimeError as error:
+        known = describe_fault(error, ranks)
+        if known is None:
+            raise
+        raise known from error
     finally:
         shutdown()
     return 0

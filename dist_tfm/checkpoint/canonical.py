@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dist_tfm.checkpoint.files import FileRecord, write_file
@@ -250,7 +250,10 @@ class StateReader:
             # The name comes from the index: it must not lead out of the checkpoint.
             if Path(file).name != file:
                 raise InputError(f"{self._checkpoint}: expected a plain file name in the index, found {file!r}")
-            opened = safe_open(str(self._checkpoint / file), framework="pt", device="cpu")
-            entered = self._stack.enter_context(cast(Any, opened))
+            try:
+                opened = safe_open(str(self._checkpoint / file), framework="pt", device="cpu")
+                entered = self._stack.enter_context(cast(Any, opened))
+            except SafetensorError as fault:
+                raise InputError(f"{self._checkpoint / file} is no safetensors file ({fault})") from None
             self._files[file] = entered, frozenset(entered.keys())
         return self._files[file]

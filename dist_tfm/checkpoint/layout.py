@@ -54,7 +54,7 @@ def state_file(rank: int, size: int) -> str:
 
 def step_of(checkpoint: Path) -> int | None:
     """N of a directory named step_N, None for any other name."""
-    match = re.fullmatch(r"step_(\d+)", checkpoint.name)
+    match = re.fullmatch(r"step_(0|[1-9]\d*)", checkpoint.name)
     return int(match[1]) if match else None
 
 

@@ -26,6 +26,7 @@ from dist_tfm.checkpoint.layout import (
     list_unfinished,
     state_file,
     step_dir,
+    step_of,
 )
 from dist_tfm.checkpoint.manifest import find_faults, manifest_bytes, read_manifest
 from dist_tfm.checkpoint.restore import read_counters, restore_state
@@ -125,6 +126,8 @@ class CheckpointManager:
                 manifest = read_manifest(checkpoint)
             except ValueError as fault:
                 return [str(fault)]
+            if manifest.step != step_of(checkpoint):
+                return [f"it holds step {manifest.step}, which its name denies"]
             return find_faults(checkpoint, manifest, self._group.rank, self._group.size)
 
         faults = together(self._group, f"verifying {checkpoint}", check)

@@ -50,7 +50,7 @@ def read_index(checkpoint: Path) -> Index:
     """The index of a verified checkpoint. Raises InputError if it is broken."""
     try:
         return index_from_json(json.loads((checkpoint / INDEX).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as fault:
         raise InputError(
             f"{checkpoint / INDEX}: expected the index of a checkpoint, found a broken one ({fault})"
         ) from fault

@@ -139,6 +139,10 @@ def test_wrong_input_is_one_sentence_and_exit_2(run: Path, tmp_path: Path) -> No
     assert done.returncode == 2
     assert done.stdout == b""
     assert done.stderr.decode().startswith("error: line 2 of the input: expected UTF-8, found byte 0xff at byte 2")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = translate(run, "a\n", "--decode.beem=3", launcher=launcher)
+    assert done.returncode == 1, "torchrun's own"
+    assert done.stderr.decode().count("decode.beem: unknown key") == 1, "said once, not by every process"
     damaged = shutil.copytree(run / "checkpoints" / "step_30", tmp_path / "step_30")
     [state] = damaged.glob("*.safetensors")
     content = bytearray(state.read_bytes())

@@ -303,3 +303,16 @@ def test_not_a_number_among_the_counters_is_refused(run: Run) -> None:
     with pytest.raises(DistTfmError, match="JSON compliant"):
         run.manager.save(TensorsEngine(1), 1, {"best_value": float("nan")}, "", run.tokenizer)  # type: ignore[arg-type]
     assert run.names() == []
+
+
+def test_a_checkpoint_under_another_ones_name_is_not_believed(run: Run) -> None:
+    run.save(TensorsEngine(1), 3)
+    run.save(TensorsEngine(1), 5)
+    (run.path / "checkpoints" / "step_5").rename(run.path / "checkpoints" / "step_6")
+    newest = run.manager.newest_valid()
+    assert newest is not None
+    assert newest.name == "step_3"
+    assert "which its name denies" in run.warnings[0]
+    (run.path / "checkpoints" / "step_3").rename(run.path / "checkpoints" / "step_0003")
+    with pytest.raises(RunError, match="damaged"):
+        run.manager.newest_valid()
