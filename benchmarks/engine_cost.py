@@ -22,10 +22,10 @@ from data_pipeline.api import Batch
 from data_pipeline.loader import BlockLoader
 from data_pipeline.shards import ShardReader
 from dist_tfm.config.schema import Config, ModelConfig
-from dist_tfm.engine.base import Engine, to_device
+from dist_tfm.engine.base import to_device
 from dist_tfm.errors import RunError
 from dist_tfm.metrics.flops import length_sums, measured_gemm_peak, training_flops
-from dist_tfm.model.initialization import initial_value, initialize
+from dist_tfm.model.initialization import initialize
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.loss import TranslationLoss
@@ -249,7 +249,6 @@ def _engine_contender(
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero_stage=stage))
     engine = build_engine(config, vocabulary, topology)
     stack.callback(engine.close)
-    start_from_exact_weights(engine, config.train.seed)
 
     def train(batches: Sequence[Batch], step: int) -> float:
         result = engine.train_batch(batches, step, sum(batch.target_tokens for batch in batches))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from data_pipeline.clean import CleaningReport
@@ -18,6 +19,9 @@ from data_pipeline.ragged import starts_of
 from data_pipeline.shards import Block, write_shard
 from data_pipeline.tokenizer import SPECIAL_IDS, Tokenizer
 from data_pipeline.validation import SOURCE_TEXT, TARGET_TEXT
+
+NAMED_LINES = 5
+"""Lines of long held-out pairs that a report names at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,28 +82,42 @@ def _finished(noted: Path, folder: Path) -> ShardEntry | None:
     return entry if whole and (folder / entry.file).stat().st_size == entry.bytes else None
 
 
-def write_valid_shards(
-    pieces: Iterator[Piece], encoder: Encoder, folder: Path, layout: Layout
-) -> tuple[tuple[ShardEntry, ...], dict[str, str], CleaningReport]:
-    """Writes the held-out split in its own order, with its text: (entries, checksums of the texts, report).
+@dataclasses.dataclass(frozen=True)
+class LongPairs:
+    """Held-out pairs with a side longer than data.max_length: how many, the tokens of the longest side (without EOS),
+    and the lines of the longest pairs in the corpus files (from 1), the longest first."""
+
+    pairs: int
+    longest: int
+    lines: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutSplit:
+    """The held-out split as it was written. texts: sha256 of each text file."""
+
+    shards: tuple[ShardEntry, ...]
+    texts: dict[str, str]
+    report: CleaningReport
+    long: LongPairs
+
+
+def write_valid_shards(pieces: Iterator[Piece], encoder: Encoder, folder: Path, layout: Layout) -> HeldOutSplit:
+    """Writes the held-out split in its own order, with its text; of pairs too long for training none is left out.
 
     Raises InputError if nothing but blank pairs is there, OSError.
     """
     report = CleaningReport()
-    encoded: list[EncodedPairs] = []
-    texts: list[tuple[str, str]] = []
-    for piece in pieces:
-        pairs, piece_report, piece_texts = encoder.encode(piece)
-        report.add(piece_report)
-        encoded.append(pairs)
-        texts += piece_texts
+    encoded = [encoder.encode(piece) for piece in pieces]
+    for piece in encoded:
+        report.add(piece.report)
+    texts = [pair for piece in encoded for pair in piece.texts]
     if not texts:
         raise InputError(f"all {report.read} validation pairs are blank: expected text in data.valid_{{source,target}}")
-    joined = EncodedPairs(
-        **{f.name: np.concatenate([getattr(p, f.name) for p in encoded]) for f in dataclasses.fields(EncodedPairs)}
-    )
+    fields = [field.name for field in dataclasses.fields(EncodedPairs)]
+    joined = EncodedPairs(**{name: np.concatenate([getattr(e.pairs, name) for e in encoded]) for name in fields})
     blocks = list(blocks_of(joined, layout.pairs_per_block))
-    entries = tuple(
+    shards = tuple(
         write_shard(folder, folder.name, number, first, blocks[first : first + layout.blocks_per_shard])
         for number, first in enumerate(range(0, len(blocks), layout.blocks_per_shard))
     )
@@ -108,7 +126,16 @@ def write_valid_shards(
         content = "".join(pair[side] + "\n" for pair in texts).encode()
         write_bytes_atomically(folder / name, content)
         checksums[name] = hashlib.sha256(content).hexdigest()
-    return entries, checksums, report
+    lines = np.concatenate([piece.lines for piece in encoded])
+    return HeldOutSplit(shards, checksums, report, _long_pairs(joined, lines, encoder.rules.max_length))
+
+
+def _long_pairs(pairs: EncodedPairs, lines: NDArray[np.int64], max_length: int) -> LongPairs:
+    longer = np.maximum(pairs.source_lengths, pairs.target_lengths).astype(np.int64)
+    ranked = np.argsort(-longer, kind="stable")
+    ranked = ranked[longer[ranked] > max_length]
+    longest = int(longer[ranked[0]]) if len(ranked) else 0
+    return LongPairs(len(ranked), longest, tuple((lines[ranked[:NAMED_LINES]] + 1).tolist()))
 
 
 def make_index(

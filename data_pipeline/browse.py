@@ -16,7 +16,6 @@ import numpy as np
 
 from data_pipeline.api import DataConfig
 from data_pipeline.errors import InputError
-from data_pipeline.files import sha256_of
 from data_pipeline.index import INDEX_FILE, mend, read_index
 from data_pipeline.prepared import TOKENIZER_FILE, TRAIN, VALID
 from data_pipeline.ragged import starts_of
@@ -62,7 +61,7 @@ def verify(reader: ShardReader) -> None:
                 f"shard {reader.folder / shard.file} holds {totals[0]} source and {totals[1]} target tokens, its index "
                 f"says {shard.source_tokens} and {shard.target_tokens}: {mend(reader.folder)}"
             )
-        if sha256_of(reader.folder / shard.file) != shard.checksum:
+        if reader.checksum(shard) != shard.checksum:
             raise InputError(
                 f"shard {reader.folder / shard.file} is damaged outside its blocks (its checksum differs from the "
                 f"index): {mend(reader.folder)}"

@@ -14,13 +14,14 @@ def parse_command_line(
     sections: Mapping[str, type],
     default_config: str,
     argv: Sequence[str],
-    ignored_sections: Sequence[str] = (),
+    foreign: Callable[[str], bool] = lambda _: False,
     add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None,
     check: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> tuple[dict[str, Any], argparse.Namespace]:
     """The checked sections and the program's own options.
 
-    add_options adds the program's own; check raises ConfigError for faults that span sections. --help and
+    foreign tells the names of sections that belong to another program (see `settings.foreign_to`); add_options adds the
+    program's own options; check raises ConfigError for faults that span sections. --help and
     --print-config print and exit 0. Raises ConfigError.
     """
     parser = argparse.ArgumentParser(
@@ -38,7 +39,7 @@ def parse_command_line(
     add_options(parser)
     overrides, rest = split_overrides(argv)
     options = parser.parse_args(rest)
-    built = load_sections(options.config, overrides, sections, ignored_sections)
+    built = load_sections(options.config, overrides, sections, foreign)
     check(built)
     if options.print_config:
         print(to_yaml(built), end="")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_pipeline.clean import BLANK, TOO_LONG, CleaningReport, normalise, rejection
 from data_pipeline.errors import DistTfmError, InputError, RunError, describe_os_error
@@ -73,6 +74,17 @@ def flatten(ids: Sequence[Sequence[int]], dtype: np.dtype[np.unsignedinteger[Any
     return flat, lengths.astype(smallest_unsigned(int(lengths.max(initial=0))))
 
 
+@dataclass(frozen=True)
+class EncodedPiece:
+    """What becomes of a piece: its kept pairs in the order of the text, with their normalised text and the numbers
+    [pairs] of their lines in the corpus files, from 0; and what was rejected."""
+
+    pairs: EncodedPairs
+    texts: list[tuple[str, str]]
+    lines: NDArray[np.int64]
+    report: CleaningReport
+
+
 class Encoder:
     """Cleans and encodes pieces by the same rules, wherever it runs."""
 
@@ -81,8 +93,8 @@ class Encoder:
         self.rules = rules
         self.tokenizer = Tokenizer.load(Path(rules.tokenizer))
 
-    def encode(self, piece: Piece) -> tuple[EncodedPairs, CleaningReport, list[tuple[str, str]]]:
-        """(kept pairs in the order of the text, what was rejected, the kept pairs' normalised text)."""
+    def encode(self, piece: Piece) -> EncodedPiece:
+        """Cleans and encodes a piece."""
         held_out = self.rules.shuffle_seed is None
         report = CleaningReport(read=len(piece.sources))
         kept: list[int] = []
@@ -106,13 +118,14 @@ class Encoder:
         keys = line_keys(self.rules.shuffle_seed or 0, SHUFFLE, piece.first_line, len(piece.sources))[kept]
         source, source_lengths = flatten(ids[0], self.tokenizer.id_dtype)
         target, target_lengths = flatten(ids[1], self.tokenizer.id_dtype)
-        return EncodedPairs(keys, source, source_lengths, target, target_lengths), report, texts
+        pairs = EncodedPairs(keys, source, source_lengths, target, target_lengths)
+        return EncodedPiece(pairs, texts, piece.first_line + np.array(kept, dtype=np.int64), report)
 
     def write(self, piece: Piece, path: Path) -> CleaningReport:
         """Encodes a piece into a part. Raises OSError."""
-        pairs, report, _ = self.encode(piece)
-        write_part(path, pairs, report, self.tokenizer.checksum)
-        return report
+        encoded = self.encode(piece)
+        write_part(path, encoded.pairs, encoded.report, self.tokenizer.checksum)
+        return encoded.report
 
 
 def encode_pieces(

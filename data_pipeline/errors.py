@@ -4,6 +4,10 @@ Exit codes: 0 done, 1 fault while running, 2 configuration or input, 3 training 
 """
 
 import errno
+import reprlib
+
+SHOWN_CHARACTERS = 100
+"""Characters of a value or name that an error shows at most."""
 
 
 class DistTfmError(Exception):
@@ -22,7 +26,6 @@ class ConfigError(DistTfmError):
     """The configuration is wrong: exit 2. The message lists all faults at once, one a line."""
 
     exit_code = 2
-    shared = True
 
 
 class InputError(DistTfmError):
@@ -46,3 +49,17 @@ def describe_os_error(fault: OSError, doing: str) -> DistTfmError:
             f"not permitted while {doing} ({fault.strerror}): choose another place or change its permissions"
         )
     return RunError(f"failed while {doing}: {fault.strerror or fault}")
+
+
+def shorten(text: str) -> str:
+    """The text, without its middle if it is long: nobody reads a sentence of a million characters."""
+    half = SHOWN_CHARACTERS // 2
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}...{text[-half:]}"
+
+
+def shown(value: object) -> str:
+    """A value as errors show it: its `repr`, shortened, of a nested one the outer levels."""
+    short = reprlib.Repr()
+    short.maxlevel = 3
+    short.maxstring = short.maxother = short.maxlong = SHOWN_CHARACTERS
+    return shorten(short.repr(value))

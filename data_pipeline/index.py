@@ -15,8 +15,8 @@ from typing import Annotated, NamedTuple
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from data_pipeline.api import NotNegative, Positive
-from data_pipeline.errors import InputError
-from data_pipeline.files import write_json_atomically
+from data_pipeline.errors import InputError, shown
+from data_pipeline.files import read_regular, write_json_atomically
 from data_pipeline.tokenizer import SPECIAL_IDS
 
 FORMAT_VERSION = 1
@@ -95,7 +95,7 @@ def read_index(folder: Path) -> Index:
     """The index of one split's folder, checked in itself (shards are not opened). Raises InputError."""
     path = folder / INDEX_FILE
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{path} not found: expected prepared shards, run prepare first") from None
     except OSError as fault:
@@ -104,7 +104,8 @@ def read_index(folder: Path) -> Index:
         version = TypeAdapter(dict[str, object]).validate_json(content).get("format_version")
         if version != FORMAT_VERSION:
             raise InputError(
-                f"{path} has format version {version}, this program reads version {FORMAT_VERSION}: {mend(folder)}"
+                f"{path} has format version {shown(version)}, this program reads version {FORMAT_VERSION}: "
+                f"{mend(folder)}"
             )
         index = TypeAdapter(Index).validate_json(content)
     except ValidationError as fault:
@@ -112,7 +113,7 @@ def read_index(folder: Path) -> Index:
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InputError(f"{path} is damaged ({place}: {first['msg']}): {mend(folder)}") from None
     if index.special_ids != SPECIAL_IDS:
-        raise InputError(f"{path} has special ids {index.special_ids}, expected {SPECIAL_IDS}: {mend(folder)}")
+        raise InputError(f"{path} has special ids {shown(index.special_ids)}, expected {SPECIAL_IDS}: {mend(folder)}")
     for shard in index.shards:
         _check_blocks(path, shard)
     return index
@@ -123,6 +124,8 @@ def _check_blocks(path: Path, shard: ShardEntry) -> None:
     for block in shard.blocks:
         if block.offset != end:
             raise InputError(f"{path}: {shard.file} has no block at byte {end}: {mend(path.parent)}")
+        if 2 * block.pairs > block.bytes:
+            raise InputError(f"{path}: {shard.file} has no room for its pairs at byte {end}: {mend(path.parent)}")
         end += block.bytes
     pairs = sum(block.pairs for block in shard.blocks)
     if pairs != shard.pairs or end > shard.bytes or len(shard.block_checksums) != len(shard.blocks):

@@ -107,6 +107,11 @@ class BlockLoader:
         """Pairs of the whole split that no step holds, because one side is longer than the budget."""
         return self._source.left_out
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest side of any pair that is trained on, EOS included."""
+        return self._source.longest
+
     def next_step(self) -> StepBatches:
         """The micro-batches of the next step for this rank. Raises what making them has met, in whichever thread."""
         if self._closed:

@@ -141,6 +141,39 @@ def plan_held_out(source_lengths: Lengths, target_lengths: Lengths, budget: int)
     )
 
 
+def largest_micro_batch(source_lengths: Lengths, target_lengths: Lengths, budget: int) -> Rows:
+    """The pairs (positions in the lengths, both [N], EOS included) that make the most cells within the budget.
+
+    No micro-batch of any window, epoch or seed has more cells, whichever pairs meet in it: of all pairs up to a longer
+    side L, as many as the budget holds, among them the longest source and the longest target; the best L is taken, the
+    largest of several. At least one pair must fit. Time and memory are those of a few passes over the lengths.
+    """
+    source, target = source_lengths.astype(np.int64), target_lengths.astype(np.int64)
+    longer = np.maximum(source, target)
+    fits = np.flatnonzero(longer <= budget)
+    longer, tokens = longer[fits], (source + target)[fits]
+    most_source, most_target, most_tokens = (_most_up_to(longer, side) for side in (source[fits], target[fits], tokens))
+    # [0] stands for L = 1: no pair is shorter, with its EOS.
+    rows = np.minimum(budget // np.arange(1, len(most_tokens) + 1), np.cumsum(np.bincount(longer - 1)))
+    # A single pair has to have both widths itself.
+    cells = rows * np.where(rows > 1, most_source + most_target, most_tokens)
+    longest = len(cells) - int(np.argmax(cells[::-1]))
+    among = fits[longer <= longest]
+    count = int(rows[longest - 1])
+    ranked = among[np.argsort(-(source + target)[among], kind="stable")]
+    if count == 1:
+        return ranked[:1]
+    widest = np.unique([among[np.argmax(source[among])], among[np.argmax(target[among])]])
+    return np.concatenate((widest, ranked[~np.isin(ranked, widest)]))[:count]
+
+
+def _most_up_to(longer: Rows, values: Rows) -> Rows:
+    """[longest]: for each L from 1, the largest of the values of all pairs whose longer side is at most L."""
+    most = np.zeros(int(longer.max()), dtype=np.int64)
+    np.maximum.at(most, longer - 1, values)
+    return np.maximum.accumulate(most)
+
+
 def two_dimensional_order(source: Rows, target: Rows, rows: Rows, budget: int, rng: np.random.Generator) -> Rows:
     """`rows` in an order in which neighbours have like lengths on both sides; equal ones in random order.
 
@@ -172,8 +205,8 @@ def cut_to_budget(longer: Rows, budget: int, first: int) -> Rows:
     """Offsets [K + 1] that cut rows (longer [N]: longer side of each, in order, none above the budget) greedily:
     rows x longest <= budget for each, except that the first piece has at most `first` rows."""
     offsets = [0]
-    counts = np.arange(1, budget + 1, dtype=np.int64)
     total = len(longer)
+    counts = np.arange(1, min(budget, total) + 1, dtype=np.int64)
     position = 0
     while position < total:
         most = budget // int(longer[position])

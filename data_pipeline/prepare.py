@@ -6,7 +6,7 @@ prepared from something else, is never touched.
 
     data.shards/DATA.json          what the shards are made from (record.py)
     data.shards/tokenizer.model    the shared SentencePiece BPE
-    data.shards/report.json        pairs read, kept, rejected by reason
+    data.shards/report.json        pairs read, kept, rejected by reason; held-out pairs that are very long
     data.shards/{train,valid}/     shards, lengths, index.json; valid/ also source.txt and target.txt
 """
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data_pipeline.api import DataConfig, TokenizerConfig
-from data_pipeline.assemble import Layout, make_index, write_train_shards, write_valid_shards
+from data_pipeline.assemble import HeldOutSplit, Layout, LongPairs, make_index, write_train_shards, write_valid_shards
 from data_pipeline.clean import REASONS, CleaningReport, normalise, rejection
 from data_pipeline.encode import PAIRS_PER_PIECE, Encoder, Piece, Rules, encode_pieces, pieces_of
 from data_pipeline.errors import InputError, describe_os_error
@@ -178,7 +178,10 @@ class _Preparation:
         for folder in (self._work, self._folder / TRAIN, self._folder / VALID):
             folder.mkdir(exist_ok=True)
         tokenizer = self._tokenizer()
-        valid, valid_report = self._valid(tokenizer)
+        held_out = write_valid_shards(
+            self._pieces(VALID), Encoder(self._rules(None)), self._folder / VALID, self._layout
+        )
+        self._warn_of_long(held_out)
         parts = self._parts(tokenizer)
         train_report = CleaningReport()
         for part in parts:
@@ -188,7 +191,8 @@ class _Preparation:
         with _Progress("writing shards", train_report.kept, self._log) as progress:
             shards = write_train_shards(parts, self._folder / TRAIN, self._work, self._layout, progress.add)
         train = make_index(TRAIN, self._record.fingerprint, tokenizer, shards, {})
-        self._report({TRAIN: (train_report, train), VALID: (valid_report, valid)})
+        valid = make_index(VALID, self._record.fingerprint, tokenizer, held_out.shards, held_out.texts)
+        self._report({TRAIN: (train_report, train), VALID: (held_out.report, valid)}, held_out.long)
         write_index(self._folder / VALID, valid)
         write_index(self._folder / TRAIN, train)
         shutil.rmtree(self._work, ignore_errors=True)
@@ -230,10 +234,16 @@ class _Preparation:
         path = str((self._folder / TOKENIZER_FILE).resolve())
         return Rules(path, self._data.max_length, self._data.max_ratio, shuffle_seed)
 
-    def _valid(self, tokenizer: Tokenizer) -> tuple[Index, CleaningReport]:
-        encoder = Encoder(self._rules(None))
-        shards, texts, report = write_valid_shards(self._pieces(VALID), encoder, self._folder / VALID, self._layout)
-        return make_index(VALID, self._record.fingerprint, tokenizer, shards, texts), report
+    def _warn_of_long(self, held_out: HeldOutSplit) -> None:
+        long = held_out.long
+        if long.pairs:
+            numbers = ", ".join(str(line) for line in long.lines)
+            self._log(
+                f"{long.pairs:,} of {held_out.report.kept:,} held-out pairs are longer than data.max_length = "
+                f"{self._data.max_length} tokens (the longest has {long.longest:,}; lines {numbers}"
+                f"{', ...' if long.pairs > len(long.lines) else ''} of {self._data.valid_source} and its other side): "
+                "they stay, and slow every validation down"
+            )
 
     def _parts(self, tokenizer: Tokenizer) -> list[Part]:
         """Every piece of the training text as a part, in order; parts of an earlier run are kept."""
@@ -261,11 +271,12 @@ class _Preparation:
             asked = 1 if self._lines <= SMALL_CORPUS else len(os.sched_getaffinity(0))
         return asked if asked > 1 else 0
 
-    def _report(self, splits: dict[str, tuple[CleaningReport, Index]]) -> None:
-        content: dict[str, object] = {}
+    def _report(self, splits: dict[str, tuple[CleaningReport, Index]], long: LongPairs) -> None:
+        content: dict[str, dict[str, object]] = {}
         for split, (report, index) in splits.items():
             source_tokens, target_tokens = index.tokens
             content[split] = {**asdict(report), "source_tokens": source_tokens, "target_tokens": target_tokens}
+        content[VALID]["longer_than_max_length"] = asdict(long)
         write_json_atomically(self._folder / REPORT_FILE, content)
         self._log(f"{'':6}{'read':>12}{'kept':>12}" + "".join(f"{reason:>12}" for reason in REASONS))
         for split, (report, _) in splits.items():
@@ -309,6 +320,7 @@ class _Progress:
 def main(argv: Sequence[str]) -> int:
     """The program: prepares the shards of a configuration."""
     from data_pipeline.command_line import parse_command_line
+    from data_pipeline.settings import foreign_to
 
     sections, _ = parse_command_line(
         program="prepare.py",
@@ -316,18 +328,7 @@ def main(argv: Sequence[str]) -> int:
         sections={"data": DataConfig, "tokenizer": TokenizerConfig},
         default_config="configs/tiny.yaml",
         argv=argv,
-        ignored_sections=(
-            "model",
-            "optim",
-            "schedule",
-            "train",
-            "parallel",
-            "precision",
-            "checkpoint",
-            "log",
-            "decode",
-            "launch",
-        ),
+        foreign=foreign_to("data", "tokenizer"),
     )
     prepare(sections["data"], sections["tokenizer"], lambda line: print(line, flush=True))
     return 0

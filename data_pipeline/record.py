@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from data_pipeline import clean
 from data_pipeline.api import DataConfig, TokenizerConfig
 from data_pipeline.errors import InputError
-from data_pipeline.files import TEMPORARY, write_json_atomically
+from data_pipeline.files import TEMPORARY, read_regular, write_json_atomically
 from data_pipeline.index import FORMAT_VERSION
 from data_pipeline.sources import TextFacts, measure, resolve, unequal_sides
 
@@ -53,7 +53,7 @@ def read_record(folder: Path) -> Record | None:
     """The record of `folder`; None if nothing has been prepared there. Raises InputError for a foreign folder."""
     path = folder / RECORD_FILE
     try:
-        return TypeAdapter(Record).validate_json(path.read_bytes())
+        return TypeAdapter(Record).validate_json(read_regular(path))
     except ValidationError as fault:
         first = fault.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"

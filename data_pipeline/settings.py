@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from data_pipeline.errors import ConfigError, DistTfmError, InputError
+from data_pipeline.errors import ConfigError, DistTfmError, InputError, shorten, shown
+from data_pipeline.plain_yaml import MOST_LEVELS, NotPlainError, load_plain_yaml
 
 Tree = dict[str, Any]
 OVERRIDE = re.compile(r"--([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
@@ -69,11 +70,12 @@ def read_yaml_layers(path: Path, layers: Layers, seen: tuple[Path, ...] = ()) ->
     if resolved in seen:
         raise ConfigError(f"{path}: `extends` goes in a circle: {' -> '.join(p.name for p in (*seen, resolved))}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as fault:
-        where = getattr(fault, "problem_mark", None)
-        line = f", line {where.line + 1}" if where is not None else ""
-        raise ConfigError(f"{path}{line}: expected YAML, found: {getattr(fault, 'problem', fault)}") from None
+        tree = load_plain_yaml(path.read_text(encoding="utf-8"))
+    except NotPlainError as fault:
+        line = "" if fault.line is None else f", line {fault.line}"
+        raise ConfigError(f"{path}{line}: {fault}") from None
+    except UnicodeDecodeError as fault:
+        raise ConfigError(f"{path}: expected UTF-8, found byte 0x{fault.object[fault.start]:02x}") from None
     except OSError as fault:
         raise ConfigError(f"configuration file {path} cannot be read: {fault.strerror}") from None
     tree = {} if tree is None else tree
@@ -81,15 +83,20 @@ def read_yaml_layers(path: Path, layers: Layers, seen: tuple[Path, ...] = ()) ->
         raise ConfigError(f"{path}: expected sections with keys, found {type(tree).__name__}")
     parent = tree.pop("extends", None)
     if parent is not None:
-        parent_path = path.parent / str(parent)
+        if not isinstance(parent, str):
+            raise ConfigError(f"{path}: expected the name of a file after `extends:`, found {shown(parent)}")
+        parent_path = path.parent / parent
         if not parent_path.is_file():
-            raise ConfigError(f"{path}: `extends: {parent}` names a file that does not exist ({parent_path})")
+            raise ConfigError(f"{path}: `extends: {shorten(parent)}` names a file that does not exist")
         read_yaml_layers(parent_path, layers, (*seen, resolved))
     layers.merge(tree, f"in {path}")
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Separates `--section.key=value` and `--section.key value` from the other arguments."""
+    """Separates `--section.key=value` and `--section.key value` from the other arguments.
+
+    A value of its own that begins with `--` is more likely a forgotten value than meant: raises ConfigError.
+    """
     overrides: list[tuple[str, str]] = []
     rest: list[str] = []
     position = 0
@@ -99,20 +106,27 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[st
             rest.append(argv[position])
         elif match[2] is not None:
             overrides.append((match[1], match[2]))
-        elif position + 1 < len(argv) and not OVERRIDE.fullmatch(argv[position + 1]):
+        elif position + 1 < len(argv) and not argv[position + 1].startswith("--"):
             overrides.append((match[1], argv[position + 1]))
             position += 1
         else:
-            raise ConfigError(f"{argv[position]}: expected a value, as in {argv[position]}=VALUE")
+            found = f"the option {shorten(argv[position + 1])}" if position + 1 < len(argv) else "nothing"
+            name = shorten(argv[position])
+            raise ConfigError(f"{name}: expected a value, found {found}: give it as {name}=VALUE")
         position += 1
     return overrides, rest
 
 
 def override_tree(path: str, text: str) -> Tree:
-    """{section: {key: value}} of one override. Scalars stay text: the field's type decides what they become."""
+    """{section: {key: value}} of one override. Scalars stay text: the field's type decides what they become.
+
+    Text that is no plain YAML stays text too. Raises ConfigError for a path of more levels than a file may have.
+    """
+    if path.count(".") >= MOST_LEVELS:
+        raise ConfigError(f"--{shorten(path)}: expected --section.key=VALUE")
     try:
-        parsed = yaml.safe_load(text)
-    except yaml.YAMLError:
+        parsed = load_plain_yaml(text)
+    except NotPlainError:
         parsed = text
     value: Any = parsed if parsed is None or isinstance(parsed, list | dict) else text
     for key in reversed(path.split(".")):
@@ -125,10 +139,21 @@ def _known_paths(sections: Mapping[str, type]) -> list[str]:
 
 
 def _unknown(path: str, value: object, origin: str, known: Sequence[str]) -> str:
+    # Shortened first: comparing takes time in proportion.
+    path = shorten(path)
     near = difflib.get_close_matches(path, known, n=1, cutoff=0.0)
-    shown = "" if isinstance(value, dict) else f" (found {value!r})"
+    found = "" if isinstance(value, dict) else f" (found {shown(value)})"
     hint = f"; the nearest known key is {near[0]}" if near else ""
-    return f"{path}: unknown key{shown}, set {origin}{hint}"
+    return f"{path}: unknown key{found}, set {origin}{hint}"
+
+
+def foreign_to(*sections: str) -> Callable[[str], bool]:
+    """Tells which section names belong to another program: all that could not be one of `sections`, misspelt."""
+
+    def foreign(name: str) -> bool:
+        return not difflib.get_close_matches(shorten(name).lower(), sections, n=1)
+
+    return foreign
 
 
 def _accepts_bool(annotation: object) -> bool:
@@ -142,7 +167,7 @@ def _section_faults(name: str, kind: type, tree: object, layers: Layers, known: 
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        return [f"{name}: expected keys below it, found {tree!r}, set {origin}"], None
+        return [f"{name}: expected keys below it, found {shown(tree)}, set {origin}"], None
     faults: list[str] = []
     hints = typing.get_type_hints(kind)
     usable: Tree = {}
@@ -152,7 +177,7 @@ def _section_faults(name: str, kind: type, tree: object, layers: Layers, known: 
         if key not in hints or key.startswith("__"):
             faults.append(_unknown(path, value, where, known))
         elif isinstance(value, bool) and not _accepts_bool(hints[key]):
-            faults.append(f"{path}: expected no truth value, found {value!r}, set {where}")
+            faults.append(f"{path}: expected no truth value, found {shown(value)}, set {where}")
         else:
             usable[key] = value
     try:
@@ -162,12 +187,15 @@ def _section_faults(name: str, kind: type, tree: object, layers: Layers, known: 
             path = f"{name}.{fault['loc'][0]}" if fault["loc"] else name
             expected = fault["msg"].removeprefix("Input should be ").removeprefix("a valid ")
             where = layers.origins.get(path, origin)
-            faults.append(f"{path}: expected {expected}, found {fault['input']!r}, set {where}")
+            faults.append(f"{path}: expected {expected}, found {shown(fault['input'])}, set {where}")
         return list(dict.fromkeys(faults)), None
 
 
-def build_sections(layers: Layers, sections: Mapping[str, type], ignored: Sequence[str] = ()) -> dict[str, Any]:
-    """One checked instance for each of `sections`; sections in `ignored` belong to another program and are skipped.
+def build_sections(
+    layers: Layers, sections: Mapping[str, type], foreign: Callable[[str], bool] = lambda _: False
+) -> dict[str, Any]:
+    """One checked instance for each of `sections`. Others are faults, unless `foreign` says of their name that they
+    belong to another program, which will check them.
 
     Raises ConfigError with all faults.
     """
@@ -175,9 +203,7 @@ def build_sections(layers: Layers, sections: Mapping[str, type], ignored: Sequen
     faults: list[str] = []
     built: dict[str, Any] = {}
     for name, tree in layers.values.items():
-        if name in ignored:
-            continue
-        if name not in sections:
+        if name not in sections and not foreign(name):
             keys = tree if isinstance(tree, dict) and tree else {None: tree}
             for key, value in keys.items():
                 path = name if key is None else f"{name}.{key}"
@@ -198,14 +224,17 @@ def faults_error(faults: Sequence[str]) -> ConfigError:
 
 
 def load_sections(
-    config: str, overrides: Sequence[tuple[str, str]], sections: Mapping[str, type], ignored: Sequence[str] = ()
+    config: str,
+    overrides: Sequence[tuple[str, str]],
+    sections: Mapping[str, type],
+    foreign: Callable[[str], bool] = lambda _: False,
 ) -> dict[str, Any]:
-    """Reads the configuration called `config` and the overrides into checked sections."""
+    """Reads the configuration called `config` and the overrides into checked sections. Raises ConfigError."""
     layers = Layers()
     read_yaml_layers(find_config(config), layers)
     for path, text in overrides:
         layers.merge(override_tree(path, text), COMMAND_LINE)
-    return build_sections(layers, sections, ignored)
+    return build_sections(layers, sections, foreign)
 
 
 def to_yaml(sections: Mapping[str, Any]) -> str:

@@ -5,30 +5,32 @@ of all pairs one after another (uint16, or uint32 above 65,535 ids) and their le
 fits), without EOS or any other special id. Beside each shard a lengths sidecar [pairs, 2] (source, target), so that
 planning never opens a tar.
 
-Reading trusts nothing: sizes and checksums come from the index, only the four plain .npy members are taken, numpy
-decodes them with allow_pickle=False, and no decoder that could run code is ever called.
+Reading trusts nothing: sizes and checksums come from the index, only the four plain .npy members are taken, whatever
+a header claims is compared with the bytes that are there, and no decoder that could run code is ever called.
 """
 
-import io
+import hashlib
 import os
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.api import UNK
 from data_pipeline.errors import InputError
-from data_pipeline.files import sha256_of, write_atomically
+from data_pipeline.files import open_regular, sha256_of, write_atomically, write_bytes_atomically
 from data_pipeline.index import BlockPlace, Index, ShardEntry, mend
+from data_pipeline.npy import LONGEST_HEADER, decode_npy, encode_npy
 from data_pipeline.ragged import Integers, smallest_unsigned, starts_of
 
 TAR_RECORD = 512
 PARTS = ("src", "src_len", "tgt", "tgt_len")
+_ONLY = "(only the four arrays of a block belong here)"
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,6 @@ class Block:
     def pairs(self) -> int:
         """Number of pairs."""
         return len(self.source_lengths)
-
-
-def _npy(array: NDArray[Any]) -> bytes:
-    buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, array, version=(1, 0), allow_pickle=False)
-    return buffer.getvalue()
 
 
 def _shrink(lengths: Integers) -> Integers:
@@ -73,7 +69,7 @@ def write_shard(folder: Path, split: str, number: int, first_block: int, blocks:
         with TarWriter(file, user="", group="", mode=0o644, encoder=False, mtime=0, compress=False) as writer:
             for offset, block in enumerate(blocks):
                 arrays = (block.source, _shrink(block.source_lengths), block.target, _shrink(block.target_lengths))
-                members = {f"{part}.npy": _npy(array) for part, array in zip(PARTS, arrays, strict=True)}
+                members = {f"{part}.npy": encode_npy(array) for part, array in zip(PARTS, arrays, strict=True)}
                 writer.write({"__key__": f"{first_block + offset:06d}", **members})
                 size = sum(TAR_RECORD + -(-len(data) // TAR_RECORD) * TAR_RECORD for data in members.values())
                 sizes.append((size, block.pairs))
@@ -81,7 +77,7 @@ def write_shard(folder: Path, split: str, number: int, first_block: int, blocks:
 
     write_atomically(path, write_tar)
     table = np.concatenate(lengths)
-    write_atomically(lengths_path, lambda file: np.save(file, _shrink(table), allow_pickle=False))
+    write_bytes_atomically(lengths_path, encode_npy(_shrink(table)))
     offsets = starts_of(np.array([size for size, _ in sizes]))
     places = tuple(BlockPlace(int(o), size, pairs) for o, (size, pairs) in zip(offsets, sizes, strict=False))
     source_tokens, target_tokens = (int(total) + len(table) for total in table.sum(axis=0))
@@ -140,28 +136,54 @@ class ShardReader:
         path = self.folder / shard.file
         try:
             size = path.stat().st_size
-        except FileNotFoundError:
-            raise InputError(f"shard {path} is missing: {mend(self.folder)}") from None
+        except OSError as fault:
+            raise self._unreadable(f"shard {path}", fault) from None
         if size != shard.bytes:
             kind = "truncated" if size < shard.bytes else "too long"
             raise InputError(f"shard {path} is {kind} ({size} of {shard.bytes} bytes): {mend(self.folder)}")
 
     def _read_lengths(self, shard: ShardEntry) -> Integers:
         path = self.folder / shard.lengths_file
+        where = f"lengths sidecar {path}"
+        # A longer file is not read to its end: its beginning has another checksum.
+        longest = LONGEST_HEADER + shard.pairs * 2 * np.dtype(np.uint32).itemsize
         try:
-            if sha256_of(path) != shard.lengths_checksum:
-                raise InputError(f"lengths sidecar {path} does not match the index: {mend(self.folder)}")
-            lengths: Integers = np.load(path, allow_pickle=False)
-        except FileNotFoundError:
-            raise InputError(f"lengths sidecar {path} is missing: {mend(self.folder)}") from None
+            with open_regular(path) as file:
+                data = file.read(longest)
+        except OSError as fault:
+            raise self._unreadable(where, fault) from None
+        if hashlib.sha256(data).hexdigest() != shard.lengths_checksum:
+            raise InputError(f"{where} does not match the index: {mend(self.folder)}")
+        try:
+            lengths = decode_npy(data, dimensions=2)
         except ValueError as fault:
-            raise InputError(f"lengths sidecar {path} is no array of numbers ({fault}): {mend(self.folder)}") from None
-        if lengths.shape != (shard.pairs, 2) or lengths.dtype.kind != "u":
+            raise InputError(f"{where} {fault}: {mend(self.folder)}") from None
+        if lengths.shape != (shard.pairs, 2):
+            raise InputError(f"{where} holds {lengths.shape}, expected ({shard.pairs}, 2): {mend(self.folder)}")
+        # At most 32 bits each, so that these sums cannot wrap.
+        totals = lengths.sum(axis=0, dtype=np.int64) + shard.pairs
+        if totals.tolist() != [shard.source_tokens, shard.target_tokens]:
             raise InputError(
-                f"lengths sidecar {path} holds {lengths.dtype} {lengths.shape}, expected unsigned ({shard.pairs}, 2): "
-                f"{mend(self.folder)}"
+                f"{where} holds {totals[0]} source and {totals[1]} target tokens, the index says "
+                f"{shard.source_tokens} and {shard.target_tokens}: {mend(self.folder)}"
             )
         return lengths
+
+    def _unreadable(self, where: str, fault: OSError) -> InputError:
+        if isinstance(fault, FileNotFoundError):
+            return InputError(f"{where} is missing: {mend(self.folder)}")
+        return InputError(
+            f"{where} cannot be read ({fault.strerror or fault}): check its permissions and its disk, then run the "
+            "same command again"
+        )
+
+    def checksum(self, shard: ShardEntry) -> str:
+        """sha256 of a shard's whole file, as it is now. Raises InputError."""
+        path = self.folder / shard.file
+        try:
+            return sha256_of(path)
+        except OSError as fault:
+            raise self._unreadable(f"shard {path}", fault) from None
 
     def block(self, number: int) -> Block:
         """Reads and checks one block. Raises InputError that names shard, block and byte offset."""
@@ -170,10 +192,10 @@ class ShardReader:
         path = self.folder / shard.file
         where = f"{path}, block {number} at byte {place.offset}"
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 data = os.pread(file.fileno(), place.bytes, place.offset)
-        except FileNotFoundError:
-            raise InputError(f"shard {path} is missing: {mend(self.folder)}") from None
+        except OSError as fault:
+            raise self._unreadable(f"shard {path}", fault) from None
         if len(data) != place.bytes:
             raise InputError(f"{where}: truncated ({len(data)} of {place.bytes} bytes): {mend(self.folder)}")
         if zlib.crc32(data) != shard.block_checksums[inside]:
@@ -193,19 +215,17 @@ class ShardReader:
 def decode_block(segment: bytes, vocab_size: int) -> Block:
     """The block in a tar segment (a run of whole members, of one sample). Raises ValueError for anything else.
 
-    Nothing in the segment is executed: members are taken by exact name and decoded as plain arrays of integers.
+    Nothing in the segment is executed: members are taken by exact name and decoded as plain arrays of integers, and
+    none takes more memory than its own bytes. The arrays are read-only views of the segment.
     """
     arrays: list[Integers] = []
-    try:
-        with tarfile.open(fileobj=io.BytesIO(segment), mode="r:") as tar:
-            for member in tar:
-                name = member.name.partition(".")[2]
-                if len(arrays) == len(PARTS) or name != f"{PARTS[len(arrays)]}.npy" or not member.isreg():
-                    raise ValueError(f"unexpected member {member.name!r} (only the four arrays of a block belong here)")
-                content = tar.extractfile(member)
-                arrays.append(_decode_array(member.name, content.read() if content is not None else b""))
-    except tarfile.TarError as fault:
-        raise ValueError(f"not a tar segment ({fault})") from None
+    for member, data in _members(segment):
+        if len(arrays) == len(PARTS) or member.partition(".")[2] != f"{PARTS[len(arrays)]}.npy":
+            raise ValueError(f"unexpected member {member!r} {_ONLY}")
+        try:
+            arrays.append(decode_npy(data, dimensions=1))
+        except ValueError as fault:
+            raise ValueError(f"member {member!r} {fault}") from None
     if len(arrays) != len(PARTS):
         raise ValueError(f"holds {len(arrays)} of the {len(PARTS)} arrays of a block")
     block = Block(*arrays)
@@ -213,6 +233,7 @@ def decode_block(segment: bytes, vocab_size: int) -> Block:
         ("source", block.source, block.source_lengths),
         ("target", block.target, block.target_lengths),
     ):
+        # At most 32 bits each, so that the sum cannot wrap.
         if int(lengths.sum(dtype=np.int64)) != len(flat):
             raise ValueError(f"{side} lengths do not add up to its {len(flat)} ids")
         if len(flat) and (int(flat.min()) < UNK or int(flat.max()) >= vocab_size):
@@ -220,11 +241,23 @@ def decode_block(segment: bytes, vocab_size: int) -> Block:
     return block
 
 
-def _decode_array(name: str, data: bytes) -> Integers:
-    try:
-        array: Integers = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as fault:
-        raise ValueError(f"member {name} is no plain array ({fault})") from None
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind != "u":
-        raise ValueError(f"member {name} is not a flat array of unsigned integers")
-    return array
+def _members(segment: bytes) -> Iterator[tuple[str, memoryview]]:
+    """(name, content) of each member of a tar segment. Raises ValueError for members that are no plain files.
+
+    Headers are parsed one record at a time: tarfile's own reader follows extended headers, sparse maps and sizes
+    wherever they lead, which is more than these members need.
+    """
+    view, position = memoryview(segment), 0
+    # Empty records end an archive.
+    while position < len(segment) and any(header := segment[position : position + TAR_RECORD]):
+        try:
+            member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        except tarfile.TarError as fault:
+            raise ValueError(f"not a tar segment ({fault})") from None
+        position += TAR_RECORD
+        if member.type != tarfile.REGTYPE:
+            raise ValueError(f"unexpected member {member.name!r} {_ONLY}")
+        if not 0 <= member.size <= len(segment) - position:
+            raise ValueError(f"member {member.name!r} claims {member.size} bytes of the {len(segment) - position} left")
+        yield member.name, view[position : position + member.size]
+        position += -(-member.size // TAR_RECORD) * TAR_RECORD

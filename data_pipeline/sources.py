@@ -5,6 +5,7 @@ strict UTF-8. Every fault names the file and, where there is one, the line.
 """
 
 import codecs
+import contextlib
 import gzip
 import hashlib
 import itertools
@@ -18,7 +19,7 @@ from typing import IO
 import zstandard
 
 from data_pipeline.errors import InputError
-from data_pipeline.files import READ_SIZE
+from data_pipeline.files import READ_SIZE, open_regular
 
 EMBEDDED = "embedded:"
 CORPORA = Path(__file__).resolve().parent / "corpora"
@@ -41,6 +42,8 @@ def resolve(name: str) -> Path:
         raise InputError(
             "a corpus file has an empty name: set data.train_source, train_target, valid_source, valid_target"
         )
+    if "\0" in name:
+        raise InputError(f"a corpus file is called {name!r}: no file can have a NUL in its name")
     if not name.startswith(EMBEDDED):
         return Path(name)
     path = (CORPORA / name.removeprefix(EMBEDDED)).resolve()
@@ -51,7 +54,7 @@ def resolve(name: str) -> Path:
 
 def _zstd_chunks(path: Path) -> Iterator[bytes]:
     # The library's stream reader takes a truncated frame for the end of the file; the decompression object does not.
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         frame, started = zstandard.ZstdDecompressor().decompressobj(), False
         while data := file.read(READ_SIZE):
             while data:
@@ -64,10 +67,17 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
             raise EOFError("the last frame is not complete")
 
 
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    return lzma.open(path, "rb") if path.suffix == ".xz" else open(path, "rb")
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    with open_regular(path) as file:
+        if path.suffix == ".gz":
+            with gzip.open(file, "rb") as unpacked:
+                yield unpacked
+        elif path.suffix == ".xz":
+            with lzma.open(file, "rb") as unpacked:
+                yield unpacked
+        else:
+            yield file
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -87,6 +97,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
         kind = path.suffix.removeprefix(".")
         raise InputError(f"corpus file {path} is damaged or no {kind} file ({fault}): restore it") from None
     except OSError as fault:
+        # Also for what is no regular file: a corpus is read more than once, which pipes do not allow.
         raise InputError(f"corpus file {path} cannot be read: {fault.strerror or fault}") from None
 
 

@@ -16,6 +16,7 @@ import sentencepiece
 from data_pipeline.api import BOS, EOS, PAD, UNK, TokenizerConfig
 from data_pipeline.clean import LINE_SEPARATORS, normalise
 from data_pipeline.errors import InputError
+from data_pipeline.files import read_regular
 
 SPECIAL_IDS = {"pad": PAD, "bos": BOS, "eos": EOS, "unk": UNK}
 _TO_SPACE = {ord(character): " " for character in LINE_SEPARATORS}
@@ -49,7 +50,7 @@ class Tokenizer:
     def load(cls, path: Path) -> "Tokenizer":
         """The tokenizer in a model file. Raises InputError."""
         try:
-            model = path.read_bytes()
+            model = read_regular(path)
         except FileNotFoundError:
             raise InputError(f"tokenizer {path} not found: run prepare, which writes it beside the shards") from None
         except OSError as fault:

@@ -8,6 +8,7 @@ import numpy as np
 
 from data_pipeline.api import Batch, zero_weight_batch
 from data_pipeline.errors import InputError
+from data_pipeline.files import read_regular
 from data_pipeline.index import Index, mend
 from data_pipeline.plan import plan_held_out
 from data_pipeline.shards import ShardReader
@@ -30,7 +31,13 @@ class ValidationBatches:
         self.pairs = int(reader.block_starts[-1])
         """Pairs of the whole split, on all ranks together."""
         self._pairs = read_blocks(reader, np.arange(reader.blocks))
-        self._plan = plan_held_out(self._pairs.source.lengths + 1, self._pairs.target.lengths + 1, budget)
+        sides = (self._pairs.source.lengths + 1, self._pairs.target.lengths + 1)
+        longer = np.maximum(*sides)
+        self.longest = int(longer.max())
+        """Tokens of the longest side of any pair, EOS included: attention takes time and memory with its square."""
+        self.over_budget = int((longer > budget).sum())
+        """Pairs with a side longer than the budget, each a batch of its own."""
+        self._plan = plan_held_out(*sides, budget)
         self._rank, self._dp = rank, dp
 
     def __len__(self) -> int:
@@ -55,11 +62,16 @@ def read_texts(folder: Path, index: Index) -> tuple[list[str], list[str]]:
     for name in (SOURCE_TEXT, TARGET_TEXT):
         path = folder / name
         try:
-            content = path.read_bytes()
+            content = read_regular(path)
         except FileNotFoundError:
             raise InputError(f"{path} is missing: {mend(folder)}") from None
+        except OSError as fault:
+            raise InputError(f"{path} cannot be read: {fault.strerror or fault}") from None
         if hashlib.sha256(content).hexdigest() != index.texts.get(name):
             raise InputError(f"{path} does not match the index: {mend(folder)}")
-        # Split on \n alone: a segment may hold what str.splitlines takes for a line end.
-        texts.append(content.decode("utf-8").split("\n")[:-1])
+        try:
+            # Split on \n alone: a segment may hold what str.splitlines takes for a line end.
+            texts.append(content.decode("utf-8").split("\n")[:-1])
+        except UnicodeDecodeError:
+            raise InputError(f"{path} is not UTF-8: {mend(folder)}") from None
     return texts[0], texts[1]

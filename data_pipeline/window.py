@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.api import BOS, EOS, PAD, Batch, DataConfig, Position, zero_weight_batch
-from data_pipeline.errors import ConfigError, InputError
-from data_pipeline.plan import Plan, Rows, plan_window, window_blocks
+from data_pipeline.errors import ConfigError, InputError, shown
+from data_pipeline.plan import Plan, Rows, largest_micro_batch, plan_window, window_blocks
 from data_pipeline.ragged import Integers, positions_of, smallest_unsigned, starts_of
 from data_pipeline.shards import ShardReader
 
@@ -111,6 +111,10 @@ class Window:
 def micro_batch_budget(config: DataConfig) -> int:
     """Padded tokens that a micro-batch may have a side, EOS included: batch_tokens / M. Raises ConfigError."""
     budget = config.batch_tokens // config.micro_batches
+    if budget >> 62:
+        raise ConfigError(
+            f"data.batch_tokens is {shown(config.batch_tokens)}: expected fewer than 2^62 in a micro-batch"
+        )
     if budget < 2:
         raise ConfigError(
             f"data.batch_tokens is {config.batch_tokens} for data.micro_batches={config.micro_batches}: expected at "
@@ -159,15 +163,25 @@ class WindowSource:
             return Position(window.epoch, window.number + 1, 0)
         return Position(window.epoch + 1, 0, 0)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest side of any pair that is trained on, EOS included."""
+        return int(self._longest[self._longest <= self.budget].max())
+
     def largest_batches(self) -> list[Batch]:
-        """The micro-batches that ask most of a device: the one with most cells in the first window's plan (activations
-        and logits), and one of the longest pairs of the whole split (attention). For dry runs."""
-        window = self.load(0, 0)
-        step, index = divmod(int(np.argmax(window.plan.cells)), window.plan.micro_batches)
-        fullest = window.pairs.batch(window.plan.rows_of(step, index), 0)
+        """The micro-batches that ask most of a device: one with as many cells as any micro-batch of any window and
+        epoch can have (activations and logits), and one of the longest pairs (attention). For dry runs.
+
+        Both are made of pairs of the whole split, chosen by length alone; only the blocks that hold them are read.
+        """
+        lengths = self.reader.lengths.astype(np.int64) + 1
+        fullest = largest_micro_batch(lengths[:, 0], lengths[:, 1], self.budget)
         fits = np.flatnonzero(self._longest <= self.budget)
         ranked = fits[np.argsort(-self._longest[fits], kind="stable")]
         longest = ranked[: self.budget // int(self._longest[ranked[0]])]
-        blocks = np.unique(np.searchsorted(self.reader.block_starts, longest, side="right") - 1)
+        return [self._batch_of(fullest, 0), self._batch_of(longest, 1)]
+
+    def _batch_of(self, ids: Rows, index: int) -> Batch:
+        blocks = np.unique(np.searchsorted(self.reader.block_starts, ids, side="right") - 1)
         pairs = read_blocks(self.reader, blocks)
-        return [fullest, pairs.batch(np.searchsorted(pairs.ids, longest), 1)]
+        return pairs.batch(np.searchsorted(pairs.ids, ids), index)

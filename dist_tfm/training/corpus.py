@@ -36,6 +36,9 @@ def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
     validation = ValidationBatches(valid, loader.budget, data.rank, data.size)
     sources, references = read_texts(valid.folder, valid.index)
     source_tokens, target_tokens = train.tokens
+    long = ""
+    if validation.longest > loader.longest:
+        long = f" (the longest has {validation.longest:,} tokens, against {loader.longest:,} in training)"
     left_out = f"; {loader.left_out} longer than a micro-batch are left out" if loader.left_out else ""
     return Corpus(
         tokenizer=tokenizer,
@@ -45,6 +48,6 @@ def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
         validation=validation,
         description=(
             f"data: {train.pairs:,} pairs ({source_tokens:,} + {target_tokens:,} tokens), vocabulary "
-            f"{tokenizer.vocab_size:,}, held out {validation.pairs:,}{left_out}"
+            f"{tokenizer.vocab_size:,}, held out {validation.pairs:,}{long}{left_out}"
         ),
     )

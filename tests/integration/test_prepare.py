@@ -90,6 +90,7 @@ def test_what_is_written_is_the_corpus_cleaned_and_shuffled(corpus: Path, refere
     assert report["valid"] == {
         "read": 40, "kept": 38, "rejected": {"blank": 2},
         "source_tokens": prepared.valid.index.tokens[0], "target_tokens": prepared.valid.index.tokens[1],
+        "longer_than_max_length": {"pairs": 1, "longest": int(prepared.valid.lengths.max()), "lines": [7]},
     }  # fmt: skip
     assert [len(shard.blocks) for shard in prepared.train.index.shards] == [4, 4, 4, 4]
     decoded = {
@@ -109,6 +110,31 @@ def test_what_is_written_is_the_corpus_cleaned_and_shuffled(corpus: Path, refere
     held_out = [pair for number, pair in enumerate(raw["valid"]) if number not in (3, 4)]
     assert decoded["valid"] == held_out, "in its own order, whatever length or ratio"
     assert list(zip(*read_texts(reference / "valid", prepared.valid.index), strict=True)) == held_out
+
+
+def test_held_out_pairs_that_are_very_long_are_named_and_kept(corpus: Path, tmp_path: Path) -> None:
+    lines = (corpus / "valid.source").read_text(encoding="utf-8").split("\n")
+    for number in (10, 12, 20, 21, 22, 30):
+        lines[number - 1] = "word " * (300 + number)
+    (tmp_path / "valid.source").write_text("\n".join(lines), encoding="utf-8")
+    data = config(corpus, tmp_path / "shards", valid_source=str(tmp_path / "valid.source"))
+    said = [line for line in run(data) if "held-out" in line]
+    lengths = open_prepared(tmp_path / "shards").valid.lengths
+    longest = int(lengths.max())
+    assert longest > 300
+    assert len(lengths) == 38, "none is left out"
+    report = json.loads((tmp_path / "shards" / "report.json").read_bytes())["valid"]["longer_than_max_length"]
+    assert report == {"pairs": 7, "longest": longest, "lines": [7, 30, 22, 21, 20]}
+    (line,) = said
+    assert "7 of 38 held-out pairs are longer than data.max_length = 250 tokens" in line
+    assert f"the longest has {longest}; lines 7, 30, 22, 21, 20, ... of {tmp_path / 'valid.source'}" in line
+
+
+def test_a_corpus_that_is_a_pipe_is_refused_at_once(corpus: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe cannot be read: expected a regular file, found a named pipe"):
+        run(config(corpus, tmp_path / "shards", train_source=str(tmp_path / "pipe")))
+    assert not (tmp_path / "shards").exists()
 
 
 def files_of(corpus: Path, split: str) -> tuple[Path, Path]:
@@ -394,11 +420,19 @@ def test_the_script_shows_sentences_and_complete_help(corpus: Path, reference: P
     assert wrong.stderr.startswith("error: ")
     assert wrong.stderr.count("\n") == 1
     assert "data.max_length was 250 there and is 50 here" in wrong.stderr
+    misspelt = subprocess.run(
+        command(corpus, reference, "--dat.max_length=50"), capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert misspelt.returncode == 2
+    assert "dat.max_length: unknown key" in misspelt.stderr
+    assert "the nearest known key is data.max_length" in misspelt.stderr
     shown = subprocess.run(
         command(corpus, reference, "--help"), capture_output=True, text=True, cwd=tmp_path, check=True
     )
     for key in ("--config", "--print-config", "--data.shuffle_seed", "--tokenizer.vocab_size"):
         assert key in shown.stdout
-    same = subprocess.run(command(corpus, reference), capture_output=True, text=True, cwd=tmp_path, check=True)
+    same = subprocess.run(
+        command(corpus, reference, "--train.steps=3"), capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert same.stdout.startswith("already prepared")
     assert not same.stderr

@@ -91,7 +91,8 @@ def test_a_held_out_split_loses_blank_pairs_only_and_keeps_its_order(rules: Rule
     held_out = Rules(rules.tokenizer, rules.max_length, rules.max_ratio, None)
     encoder = Encoder(held_out)
     (piece,) = pieces_of(iter(PAIRS), 1000)
-    pairs, report, texts = encoder.encode(piece)
+    encoded = encoder.encode(piece)
+    pairs, report, texts = encoded.pairs, encoded.report, encoded.texts
     assert report == CleaningReport(read=700, kept=698, rejected={BLANK: 2})
     assert texts[:7] == [*PAIRS[:5], (PAIRS[7][0], PAIRS[7][1].strip()), (PAIRS[8][0].strip(), PAIRS[8][1].strip())]
     assert texts_of(pairs, encoder.tokenizer) == texts

@@ -250,13 +250,48 @@ def test_the_time_to_the_first_batch_reads_one_window(reader: ShardReader, monke
 def test_largest_batches_bound_every_batch(reader: ShardReader) -> None:
     with BlockLoader(reader, CONFIG, 1, 0, 1) as loader:
         fullest, longest = loader.largest_batches()
-        step = loader.next_step()
-    window = [b for s in one_epoch(reader, CONFIG) if s.next_position.window == 0 for b in s.micro_batches]
-    assert fullest.padded_tokens >= max(batch.padded_tokens for batch in window)
+        steps = []
+        while loader.position.epoch < 3:
+            steps.append(loader.next_step())
+        assert loader.longest == LENGTHS.max() + 1
+    cells = [batch.padded_tokens for step in steps for batch in step.micro_batches]
+    assert fullest.padded_tokens >= max(cells), "of every window and epoch"
+    assert fullest.padded_tokens <= 1.05 * max(cells), "and not far above what training meets"
     assert max(longest.source.shape[1], longest.labels.shape[1]) == LENGTHS.max() + 1
     for batch in (fullest, longest):
+        assert len(set(batch.pair_ids.tolist())) == len(batch.pair_ids)
         assert max(batch.source.size, batch.labels.size) <= loader.budget
-    assert step_key(step) == step_key(one_epoch(reader, CONFIG)[0]), "asking for them moves nothing"
+        assert (batch.source_lengths == LENGTHS[batch.pair_ids, 0] + 1).all()
+    assert step_key(steps[0]) == step_key(one_epoch(reader, CONFIG)[0]), "asking for them moves nothing"
+
+
+def test_largest_batches_of_data_whose_first_windows_are_empty(tmp_path: Path) -> None:
+    lengths = np.full((12, 2), 50)
+    lengths[[5, 10]] = [[3, 9], [8, 2]]
+    reader = make_reader(tmp_path, lengths, pairs_per_block=2)
+    for seed in range(6):
+        config = DataConfig(batch_tokens=40, micro_batches=2, window_pairs=2, workers=0)
+        with BlockLoader(reader, config, seed, 0, 1) as loader:
+            fullest, longest = loader.largest_batches()
+            assert loader.longest == 10
+        assert sorted(fullest.pair_ids.tolist()) == [5, 10], "a bound: no window holds both"
+        assert fullest.padded_tokens == 2 * (9 + 10)
+        assert longest.pair_ids[0] == 5
+
+
+@pytest.mark.parametrize("tokens", [10**18, 10**19])
+def test_a_budget_beyond_all_data_costs_no_memory(reader: ShardReader, tokens: int) -> None:
+    config = DataConfig(batch_tokens=tokens, micro_batches=4, window_pairs=400, workers=0)
+    ids = [i for step in one_epoch(reader, config) for batch in step.micro_batches for i in batch.pair_ids.tolist()]
+    assert sorted(ids) == list(range(len(LENGTHS)))
+    assert len(ValidationBatches(reader, tokens // 4, 0, 1)) == 1
+    with BlockLoader(reader, config, 1, 0, 1) as loader:
+        assert len(loader.largest_batches()[0].pair_ids) == len(LENGTHS)
+
+
+def test_a_budget_beyond_64_bits_is_refused(reader: ShardReader) -> None:
+    with pytest.raises(ConfigError, match=r"data\.batch_tokens is 10+: expected fewer than 2\^62"):
+        BlockLoader(reader, DataConfig(batch_tokens=10**30, micro_batches=4), 1, 0, 1)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 7])
@@ -273,5 +308,6 @@ def test_validation_covers_exactly_every_pair_on_any_number_of_ranks(tmp_path: P
     assert sum(batch.target_tokens for batch in everything) == int((lengths[:, 1] + 1).sum())
     (alone,) = [batch for batch in everything if 17 in batch.pair_ids]
     assert alone.pair_ids.tolist() == [17]
+    assert {(batches.longest, batches.over_budget) for batches in ranks} == {(91, 1)}
     assert ranks[-1].largest().padded_tokens == max(batch.padded_tokens for batch in everything)
     assert [batch_key(b) for b in ranks[0]] == [batch_key(b) for b in ranks[0]], "the same at every iteration"

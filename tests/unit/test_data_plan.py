@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.plan import Plan, cut_to_budget, plan_held_out, plan_window, split_to_multiple, window_blocks
+from data_pipeline.plan import (
+    Plan,
+    cut_to_budget,
+    largest_micro_batch,
+    plan_held_out,
+    plan_window,
+    split_to_multiple,
+    window_blocks,
+)
 from tests.data_factory import random_lengths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,3 +225,46 @@ def test_held_out_plan_covers_everything_within_the_budget(lengths: list[tuple[i
     for part in pieces(plan):
         assert len(part) * table[part].max() <= budget or len(part) == 1
     assert (np.diff(plan.cells) <= 0).all(), "the largest first"
+
+
+def most_cells(lengths: list[tuple[int, int]], budget: int) -> int:
+    """By trying every set of pairs."""
+    best = 0
+    for count in range(1, len(lengths) + 1):
+        for chosen in itertools.combinations(lengths, count):
+            source, target = (max(side) for side in zip(*chosen, strict=True))
+            if count * max(source, target) <= budget:
+                best = max(best, count * (source + target))
+    return best
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(2, 12), st.integers(2, 12)), min_size=1, max_size=8),
+    budget=st.integers(2, 60),
+)
+def test_the_largest_micro_batch_is_the_best_of_all_sets(lengths: list[tuple[int, int]], budget: int) -> None:
+    table = np.array(lengths)
+    best = most_cells(lengths, budget)
+    if not best:
+        return
+    rows = largest_micro_batch(table[:, 0], table[:, 1], budget)
+    assert len(set(rows.tolist())) == len(rows)
+    widths = table[rows].max(axis=0)
+    assert len(rows) * widths.max() <= budget
+    assert len(rows) * widths.sum() == best
+
+
+def test_the_largest_micro_batch_is_found_quickly_and_close_to_real_ones() -> None:
+    lengths = zipf_lengths(200_000)
+    started = time.perf_counter()
+    rows = largest_micro_batch(lengths[:, 0], lengths[:, 1], 3125)
+    assert time.perf_counter() - started < 2
+    cells = len(rows) * lengths[rows].max(axis=0).sum()
+    plan = plan_window(lengths[:, 0], lengths[:, 1], 3125, 8, (1, 0, 0))
+    assert plan.cells.max() <= cells <= 1.05 * plan.cells.max()
+
+
+def test_a_budget_beyond_the_rows_takes_memory_for_the_rows_only() -> None:
+    assert cut_to_budget(np.array([3, 5, 2]), 10**18, 3).tolist() == [0, 3]
+    assert cut_to_budget(np.array([3, 5, 2]), 10**18, 1).tolist() == [0, 1, 3]

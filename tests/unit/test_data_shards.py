@@ -1,16 +1,22 @@
 """Block shards: exact round trip, stock webdataset reads them, and nothing damaged or hostile gets through."""
 
+import contextlib
 import dataclasses
+import errno
 import io
 import json
+import os
 import pickle
 import tarfile
+import tracemalloc
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data_pipeline.errors import InputError
 from data_pipeline.files import sha256_of
@@ -186,16 +192,23 @@ def npy(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def segment(members: dict[str, bytes], link: str | None = None) -> bytes:
+def segment(members: dict[str, bytes], kind: bytes = tarfile.REGTYPE, claim: int | None = None) -> bytes:
+    """A tar of these members; the first is of another kind, or claims another size."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:", format=tarfile.USTAR_FORMAT) as tar:
-        for name, data in members.items():
+        for number, (name, data) in enumerate(members.items()):
             info = tarfile.TarInfo(name)
             info.size = len(data)
-            if name == link:
-                info.type, info.size, info.linkname = tarfile.SYMTYPE, 0, "/etc/passwd"
+            if number == 0:
+                info.type, info.linkname = kind, "/etc/passwd" if kind == tarfile.SYMTYPE else ""
+                info.size = 0 if kind == tarfile.SYMTYPE else info.size
             tar.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
+    raw = bytearray(buffer.getvalue())
+    if claim is not None:
+        first = tarfile.TarInfo.frombuf(bytes(raw[:512]), "utf-8", "strict")
+        first.size = claim
+        raw[:512] = first.tobuf(tarfile.GNU_FORMAT)
+    return bytes(raw)
 
 
 def honest_members() -> dict[str, bytes]:
@@ -223,13 +236,178 @@ def test_hostile_members_run_no_code_and_are_refused(tmp_path: Path) -> None:
         "a member too few": dict(list(members.items())[:3]),
     }
     for name, planted in attacks.items():
-        with pytest.raises(ValueError, match=r"unexpected member|no plain array|holds 3 of the 4|flat array"):
+        with pytest.raises(ValueError, match=r"unexpected member|no \.npy array|holds 3 of the 4|flat array"):
             decode_block(segment(planted), 500)
         assert not trace.exists(), name
     with pytest.raises(ValueError, match="unexpected member"):
-        decode_block(segment(members, link="000000.src.npy"), 500)
+        decode_block(segment(members, kind=tarfile.SYMTYPE), 500)
     pickle.loads(pickled)
     assert trace.exists(), "the bomb must work, or this test shows nothing"
+
+
+def npy_claiming(descr: str, shape: tuple[int, ...], content: bytes) -> bytes:
+    """A .npy file whose header says what it likes."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": descr, "fortran_order": False, "shape": shape})
+    return buffer.getvalue() + content
+
+
+def sparse_segment(size: int) -> bytes:
+    """A member that is a hole of `size` bytes, in GNU's old sparse format: 512 bytes that unpack to gigabytes."""
+    data = segment(honest_members(), kind=tarfile.GNUTYPE_SPARSE, claim=0)
+    header = bytearray(data[:512])
+    header[483:495] = b"%011o\0" % size
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + data[1024:]
+
+
+def extended_segment() -> bytes:
+    """A pax header that gives the member after it a size of its own."""
+    members = {"pax": b"25 size=8000000000000000\n", **honest_members()}
+    return segment(members, kind=tarfile.XHDTYPE)
+
+
+LIES: dict[str, tuple[bytes, str]] = {
+    "a zip archive in place of an array": (
+        segment({**honest_members(), "000000.src.npy": b"PK\x03\x04" + bytes(60)}), r"is no \.npy array",
+    ),
+    "a shape of terabytes": (
+        segment({**honest_members(), "000000.src.npy": npy_claiming("<u2", (10**13,), b"\4\0" * 3)}),
+        "claims 20000000000000 bytes of numbers and holds 6",
+    ),
+    "a shape that wraps to nothing": (
+        segment({**honest_members(), "000000.src.npy": npy_claiming("<u2", (2**63,), b"")}), "is not a flat array",
+    ),
+    "a sparse member of 8 GB": (sparse_segment(8 << 30), "unexpected member"),
+    "a pax header": (extended_segment(), "unexpected member"),
+    "a size past the end": (segment(honest_members(), claim=1 << 40), "claims 1099511627776 bytes"),
+    "a negative size": (segment(honest_members(), claim=-512), "claims -512 bytes"),
+    "lengths whose sum wraps": (
+        segment({**honest_members(), "000000.src_len.npy": npy(np.array([2**64 - 1, 4], dtype=np.uint64))}),
+        "is not a flat array of unsigned integers of at most 32 bits",
+    ),
+    "lengths beyond the ids": (
+        segment({**honest_members(), "000000.src_len.npy": npy(np.array([2**32 - 1, 4], dtype=np.uint32))}),
+        "source lengths do not add up",
+    ),
+    "a header that is code": (
+        segment({**honest_members(), "000000.src.npy": npy(np.zeros(3, np.uint16)).replace(b"False", b"f(()))")}),
+        "is not a flat array",
+    ),
+    "a header of brackets": (
+        segment({**honest_members(), "000000.src.npy": b"\x93NUMPY\x01\x00\xff\x1f" + b"(" * 8191}),
+        "is not a flat array",
+    ),
+    "no member at all": (bytes(1024), "holds 0 of the 4"),
+    "noise": (bytes(range(256)) * 8, "not a tar segment"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_a_member_claims_is_never_believed(lie: str) -> None:
+    data, sentence = LIES[lie]
+    with memory_limit(), pytest.raises(ValueError, match=sentence) as caught:
+        decode_block(data, 500)
+    assert "\n" not in str(caught.value)
+
+
+@contextlib.contextmanager
+def memory_limit(most: int = 64 << 20) -> Iterator[None]:
+    """Fails if Python code allocates more at a time."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_flipped_byte_gives_anything_but_a_block_or_a_sentence(data: st.DataObject) -> None:
+    raw = bytearray(segment(honest_members())[:4096])
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ValueError):
+        block = decode_block(bytes(raw), 500)
+        assert block.source_lengths.sum() == len(block.source)
+        assert block.target_lengths.sum() == len(block.target)
+
+
+SIDECARS: dict[str, tuple[Callable[[np.ndarray], bytes], str]] = {
+    "a zip archive": (lambda table: b"PK\x03\x04" + bytes(60), r"is no \.npy array"),
+    "a shape of terabytes": (lambda table: npy_claiming("|u1", (10**13, 2), b"\4"), "claims 20000000000000 bytes"),
+    "64 bits": (
+        lambda table: npy(np.where(table == table.max(), 2**64 - 1, table.astype(np.uint64))), "of at most 32 bits",
+    ),
+    "objects": (lambda table: npy(table.astype(object)), "not an array of 2 dimensions"),
+    "a flat array": (lambda table: npy(table.ravel()), "not an array of 2 dimensions"),
+    "a pair too few": (lambda table: npy(table[1:]), r"holds \(699, 2\), expected \(700, 2\)"),
+    "longer pairs": (lambda table: npy(table + table.dtype.type(1)), "source and .* target tokens, the index says"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", SIDECARS)
+def test_a_planted_sidecar_with_a_right_checksum_is_still_refused(tmp_path: Path, lie: str) -> None:
+    index = write_split(tmp_path, LENGTHS, blocks_per_shard=100)
+    path = tmp_path / "train" / index.shards[0].lengths_file
+    plant, sentence = SIDECARS[lie]
+    path.write_bytes(plant(np.load(path, allow_pickle=False)))
+    shard = dataclasses.replace(index.shards[0], lengths_checksum=sha256_of(path))
+    write_index(tmp_path / "train", dataclasses.replace(index, shards=(shard,)))
+    with pytest.raises(InputError, match=rf"lengths sidecar .*train-000000\.lengths\.npy .*{sentence}") as caught:
+        reader_of(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_pairs_than_bytes_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    write_split(tmp_path, LENGTHS)
+
+    def claim(index: dict) -> None:
+        shard = index["shards"][0]
+        shard["pairs"] += 10**15
+        shard["blocks"][0][2] += 10**15
+
+    edit_index(tmp_path, claim)
+    with pytest.raises(InputError, match="has no room for its pairs at byte 0"):
+        reader_of(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_disk_that_fails_is_one_sentence_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    write_split(tmp_path, LENGTHS)
+    reader = reader_of(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def spoilt(where: str, act: Callable[[], object]) -> None:
+        with pytest.raises(InputError, match=rf"{where} cannot be read \({os.strerror(code)}\)") as caught:
+            act()
+        assert "\n" not in str(caught.value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pread", fail)
+        spoilt(r"shard .*train-000000\.tar", lambda: reader.block(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", fail)
+        spoilt(r"shard .*train-000000\.tar", lambda: ShardReader(reader.folder, reader.index))
+    with monkeypatch.context() as patch:
+        patch.setattr("data_pipeline.files.os.open", fail)
+        spoilt(r"lengths sidecar .*train-000000\.lengths\.npy", lambda: ShardReader(reader.folder, reader.index))
+        spoilt(r"shard .*train-000001\.tar", lambda: reader.checksum(reader.index.shards[1]))
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    index = write_split(tmp_path, LENGTHS)
+    for name in (index.shards[0].lengths_file, "index.json"):
+        (tmp_path / "train" / name).unlink()
+        os.mkfifo(tmp_path / "train" / name)
+        with pytest.raises(InputError, match=rf"{name} cannot be read.*expected a regular file, found a named pipe"):
+            reader_of(tmp_path)
 
 
 def test_a_planted_block_with_a_right_checksum_is_still_refused(tmp_path: Path) -> None:

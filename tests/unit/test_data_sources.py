@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import lzma
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,28 @@ def test_missing_empty_and_folder(tmp_path: Path) -> None:
         measure(tmp_path)
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("read", [measure, lambda path: list(read_lines(path))])
+def test_pipes_and_devices_are_refused_at_once(tmp_path: Path, suffix: str, read: object) -> None:
+    path = tmp_path / f"pipe{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(
+        InputError, match=r"pipe.* cannot be read: expected a regular file, found a named pipe"
+    ) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+    device = tmp_path / f"device{suffix}"
+    device.symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="expected a regular file, found a character device"):
+        read(device)
+
+
+def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "text", TEXT)
+    (tmp_path / "link").symlink_to(tmp_path / "text")
+    assert list(read_lines(tmp_path / "link")) == LINES
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
 def test_truncated_and_lying_archives_are_refused(tmp_path: Path, suffix: str) -> None:
     whole = WRITERS[suffix](("line of text\n" * 5000).encode())
@@ -99,3 +122,5 @@ def test_embedded_paths_stay_inside_the_corpora() -> None:
         resolve("embedded:/etc/passwd")
     with pytest.raises(InputError, match="empty name"):
         resolve("")
+    with pytest.raises(InputError, match="NUL in its name"):
+        resolve("text\0")

@@ -1,13 +1,16 @@
 """Configuration: layers, overrides, and every fault named at once."""
 
+import time
 from pathlib import Path
 
 import pytest
 
+from data_pipeline.api import DataConfig, TokenizerConfig
 from data_pipeline.errors import ConfigError
 from data_pipeline.settings import (
     Layers,
     build_sections,
+    foreign_to,
     load_sections,
     override_tree,
     read_yaml_layers,
@@ -71,12 +74,69 @@ def test_two_misspelt_keys_and_two_wrong_values_are_named_together(tmp_path: Pat
         ("a: {b: [", "expected YAML"),
         ("extends: missing.yaml", "does not exist"),
         ("extends: c.yaml", "in a circle"),
+        ("extends: [c.yaml]", "expected the name of a file"),
+        ("train: &a {x: *a}", "line 1: expected at most 10 levels"),
+        ("train: &a [*a]", "line 1: expected at most 10 levels"),
+        ("train: {steps: " + "[" * 3000, "expected at most 10 levels, found more$"),
+        ("train: {steps: " + "[" * 20 + "]" * 20 + "}", "line 1: expected at most 10 levels"),
+        ("1: 2", r"line 1: expected a name as key, found 1 \(int\)"),
+        ("train:\n  1: 2", r"line 2: expected a name as key, found 1 \(int\)"),
+        ("train: {on: 2}", r"expected a name as key, found on \(bool\)"),
+        ("train: {? [a] : 2}", "expected a name as key, found a collection"),
+        ("train: {steps: 2024-13-45}", "a value without meaning"),
+        ("train: {steps: !!bool maybe}", "a value without meaning"),
+        ("train: {steps: !!timestamp soon}", "a value without meaning"),
+        ("train: {steps: !!python/name:os.system x}", "expected YAML, found: could not determine a constructor"),
+        ("train: {steps: 0x" + "f" * 5000 + "}", "expected a number of at most 100 digits, found 5002"),
+        ('train: {run_dir: "\1"}', "special characters are not allowed"),
+        ("train: {steps: *" + "a" * 5000 + "}", "found undefined alias"),
+        ("train: {run_dir: [" + "x, " * 3000 + "]}", "expected at most 2000 values"),
+        ("train: {steps: " + "x" * 5000 + "}", r"found 'x+\.\.\.x+', set"),
+        ("train: {" + "x" * 1000 + ": 1}", r"train\.x+\.\.\.x+: unknown key"),
+        ("train: " + "x" * 5000, "expected keys below it"),
     ],
 )
 def test_a_wrong_file_is_one_clear_error(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "c.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         load(tmp_path / "c.yaml")
+    text = str(caught.value)
+    assert len(text.replace(str(tmp_path), "")) < 400
+    assert text.count("\n") == int(text.startswith("the configuration has 1 fault:")), "one sentence"
+
+
+BOMBS = {
+    "lists": ("&{1} [{0}]", "*{0}"),
+    "sections": ("&{1} {{{0}}}", "k{1}: *{0}"),
+    "merge keys": ("&{1} {{<<: [{0}]}}", "*{0}"),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_aliases_of_aliases_are_refused_before_they_unfold(tmp_path: Path, kind: str) -> None:
+    whole, part = BOMBS[kind]
+    lines = ["a0: &a0 {x: 1}"]
+    for level in range(1, 10):
+        parts = ", ".join(part.format(f"a{level - 1}", number) for number in range(9))
+        lines.append(f"a{level}: " + whole.format(parts, f"a{level}"))
+    (tmp_path / "c.yaml").write_text("\n".join(lines))
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"line \d+: expected at most (2000 values|10 levels), found more") as caught:
+        load(tmp_path / "c.yaml")
+    assert time.perf_counter() - started < 2
+    assert len(str(caught.value)) < 400
+
+
+def test_a_file_that_is_not_utf_8_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"train: {run_dir: \xe4}")
+    with pytest.raises(ConfigError, match=r"expected UTF-8, found byte 0xe4$"):
+        load(tmp_path / "c.yaml")
+
+
+def test_an_anchor_used_soberly_still_works(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("train: {steps: 7}\nlog: {every_steps: &n 4}\ncheckpoint: {keep: *n}\n")
+    config = load(tmp_path / "c.yaml")
+    assert (config.train.steps, config.log.every_steps, config.checkpoint.keep) == (7, 4, 4)
 
 
 def test_a_missing_file_names_the_bundled_ones() -> None:
@@ -95,8 +155,58 @@ def test_null_lists_and_text_in_overrides() -> None:
     assert override_tree("model.d_k", "null") == {"model": {"d_k": None}}
     assert override_tree("a.b", "[1, 2]") == {"a": {"b": [1, 2]}}
     assert override_tree("a.b", "1e-9") == {"a": {"b": "1e-9"}}
-    with pytest.raises(ConfigError, match="expected a value"):
-        split_overrides(["--train.steps", "--train.seed=3"])
+    assert override_tree("train.run_dir", "2024-13-45") == {"train": {"run_dir": "2024-13-45"}}
+    for odd in ("[" * 3000, "&a [*a]", "[" * 20 + "]" * 20, "{1: 2}", "0x" + "f" * 5000, "!!bool maybe"):
+        assert override_tree("a.b", odd) == {"a": {"b": odd}}, "no plain YAML: its field will refuse the text"
+    with pytest.raises(ConfigError, match=r"^--a\.a.*expected --section\.key=VALUE$"):
+        override_tree(".".join("a" * 5000), "1")
+
+
+@pytest.mark.parametrize("following", ["--dry-run", "--train.seed=3", "--train.seed", "--", "--no-such-option"])
+def test_an_option_is_never_taken_for_a_value(following: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^--train\.run_dir: expected a value, found the option {following}: give it"
+    ):
+        split_overrides(["--train.run_dir", following, "--train.steps=1"])
+    assert split_overrides([f"--train.run_dir={following}"]) == ([("train.run_dir", following)], [])
+
+
+def test_values_of_their_own_are_taken_and_missing_ones_named() -> None:
+    assert split_overrides(["--a.b", "-1", "--dry-run", "--c.d", "x"]) == ([("a.b", "-1"), ("c.d", "x")], ["--dry-run"])
+    with pytest.raises(ConfigError, match=r"^--a\.b: expected a value, found nothing: give it as --a\.b=VALUE$"):
+        split_overrides(["--a.b"])
+
+
+PREPARING = {"data": DataConfig, "tokenizer": TokenizerConfig}
+
+
+def test_sections_of_another_program_are_left_to_it(tmp_path: Path) -> None:
+    names = [name for name in SECTIONS if name not in PREPARING]
+    assert len(names) > 5
+    file = tmp_path / "c.yaml"
+    file.write_text("data: {max_length: 9}\n" + "".join(f"{name}: {{nonsense: 1}}\n" for name in (*names, "newcomer")))
+    sections = load_sections(str(file), [("optim.epz", "1")], PREPARING, foreign_to(*PREPARING))
+    assert sections["data"].max_length == 9
+    with pytest.raises(ConfigError, match=r"optim\.nonsense: unknown key"):
+        load_sections(str(file), [], PREPARING)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "nearest"),
+    [
+        ("dta", "shards", "data.shards"),
+        ("Data", "shards", "data.shards"),
+        ("DATA", "max_lenght", "data.max_length"),
+        ("datas", "batch_tokens", "data.batch_tokens"),
+        ("tokeniser", "vocab_size", "tokenizer.vocab_size"),
+        ("tokenizers", "vocab_size", "tokenizer.vocab_size"),
+    ],
+)
+def test_a_misspelt_section_is_not_taken_for_another_programs(name: str, key: str, nearest: str) -> None:
+    layers = Layers()
+    layers.merge({name: {key: 1}}, "in a test")
+    with pytest.raises(ConfigError, match=rf"{name}\.{key}: unknown key .*the nearest known key is {nearest}$"):
+        build_sections(layers, PREPARING, foreign_to(*PREPARING))
 
 
 def test_faults_that_span_keys_are_found_together() -> None:
