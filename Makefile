@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test lint format bench torture clean
+.PHONY: install quickstart test lint format bench torture clean
 
 install: $(STAMP)
 
@@ -17,6 +17,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)
+
+# Options go into ARGS: make quickstart ARGS="--train.seed=2 --train.run_dir=runs/tiny_2"
+quickstart: install
+	$(BIN)/dist-tfm quickstart $(ARGS)
 
 test: install
 	$(BIN)/pytest tests/

@@ -8,6 +8,7 @@ from data_pipeline.settings import run_main
 from dist_tfm.parallel.environment import speaks_for_all
 
 VERBS = {
+    "quickstart": ("launch.quickstart", "prepare, train and score a small model on the embedded corpus"),
     "train": ("dist_tfm.train", "train a model (resumes by itself)"),
     "evaluate": ("dist_tfm.evaluate", "score translations, or how probable a model finds given ones"),
     "average": ("dist_tfm.average", "average the weights of a run"),
