@@ -36,7 +36,7 @@ def built(config: ModelConfig, vocab_size: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("name", "total"),
     [
-        ("tiny", 4_705_280),
+        ("tiny", 3_654_656),
         ("base_ende", 63_045_632),
         ("big_ende", 214_171_648),
         ("base_enfr", 60_485_632),
