@@ -32,60 +32,62 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
-def refused(output: str, code: int, expected_code: int, *parts: str) -> None:
+def assert_refused(output: str, code: int, expected_code: int, *parts: str) -> None:
     assert code == expected_code, output
     assert "Traceback" not in output, output
     for part in parts:
         assert part in output, output
 
 
-def fails(config: Path, *arguments: str, code: int = 2, parts: tuple[str, ...]) -> None:
+def expect_failure(config: Path, *arguments: str, code: int = 2, parts: tuple[str, ...]) -> None:
     done = run_job(train_command(1, "--config", str(config), *arguments), timeout=120)
-    refused(done.stdout, done.returncode, code, *parts)
+    assert_refused(done.stdout, done.returncode, code, *parts)
 
 
 def test_two_misspelt_keys_at_once(project: Path) -> None:
-    fails(project, "--train.stepz=3", "--modle.dropout=0", parts=("train.stepz", "train.steps", "modle.dropout"))
+    expect_failure(
+        project, "--train.stepz=3", "--modle.dropout=0", parts=("train.stepz", "train.steps", "modle.dropout")
+    )
 
 
 def test_a_missing_corpus(tmp_path: Path) -> None:
     config = small_project(tmp_path)
     (tmp_path / "train.de").unlink()
-    fails(config, parts=("error:", "train.de"))
+    expect_failure(config, parts=("error:", "train.de"))
 
 
 def test_an_empty_corpus(tmp_path: Path) -> None:
     config = small_project(tmp_path)
     (tmp_path / "train.en").write_text("")
     (tmp_path / "train.de").write_text("")
-    fails(config, parts=("error:", "train.en"))
+    expect_failure(config, parts=("error:", "train.en"))
 
 
 def test_sides_of_different_length(tmp_path: Path) -> None:
     config = small_project(tmp_path)
     with (tmp_path / "train.de").open("a") as file:
         file.write("eine Zeile mehr\n")
-    fails(config, parts=("300", "301"))
+    expect_failure(config, parts=("300", "301"))
 
 
 def test_a_wrong_encoding(tmp_path: Path) -> None:
     config = small_project(tmp_path)
     (tmp_path / "train.de").write_bytes((tmp_path / "train.de").read_text().encode("latin-1", errors="replace"))
-    fails(config, parts=("UTF-8", "train.de"))
+    expect_failure(config, parts=("UTF-8", "train.de"))
 
 
 def test_a_foreign_run_directory(project: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    fails(project, f"--train.run_dir={tmp_path}", parts=("thesis.tex",))
+    expect_failure(project, f"--train.run_dir={tmp_path}", parts=("thesis.tex",))
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"], "nothing was written into it"
 
 
 def test_a_changed_configuration(project: Path) -> None:
-    fails(project, "--train.seed=5", parts=("train.seed", "5"))
+    expect_failure(project, "--train.seed=5", parts=("train.seed", "5"))
 
 
 def test_a_checkpoint_of_another_architecture(project: Path, tmp_path: Path) -> None:
-    fails(
+    expect_failure(
         project,
         f"--train.init_from={project.parent}/run",
         "--model.d_ff=48",
@@ -98,7 +100,7 @@ def test_a_tokenizer_that_does_not_match_the_shards(project: Path, tmp_path: Pat
     shutil.copytree(project.parent / "shards", tmp_path / "shards")
     model = tmp_path / "shards" / "tokenizer.model"
     model.write_bytes(model.read_bytes() + b"\n")
-    fails(project, f"--data.shards={tmp_path}/shards", f"--train.run_dir={tmp_path}/r", parts=("tokenizer",))
+    expect_failure(project, f"--data.shards={tmp_path}/shards", f"--train.run_dir={tmp_path}/r", parts=("tokenizer",))
 
 
 def test_a_truncated_shard(project: Path, tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_a_truncated_shard(project: Path, tmp_path: Path) -> None:
     shard = sorted((tmp_path / "shards" / "train").glob("*.tar"))[0]
     with shard.open("r+b") as file:
         file.truncate(shard.stat().st_size - 700)
-    fails(project, f"--data.shards={tmp_path}/shards", f"--train.run_dir={tmp_path}/r", parts=(shard.name,))
+    expect_failure(project, f"--data.shards={tmp_path}/shards", f"--train.run_dir={tmp_path}/r", parts=(shard.name,))
 
 
 def test_a_truncated_shard_on_two_ranks_ends_both(project: Path, tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_every_checkpoint_damaged_never_starts_again(project: Path, tmp_path: Pa
     metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     arguments = ("--train.steps=8", f"--train.run_dir={tmp_path}/run")
     for _ in range(2):
-        fails(project, *arguments, code=1, parts=("damaged",))
+        expect_failure(project, *arguments, code=1, parts=("damaged",))
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics, "nothing already written is lost"
 
 
@@ -155,7 +157,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(project: 
 
 
 def test_diverging_ends_with_exit_code_three(project: Path, tmp_path: Path) -> None:
-    fails(
+    expect_failure(
         project,
         "--schedule.peak=1.0e+30",
         "--train.max_skips=3",
@@ -168,7 +170,9 @@ def test_diverging_ends_with_exit_code_three(project: Path, tmp_path: Path) -> N
 
 
 def test_shards_prepared_differently_are_not_overwritten(project: Path, tmp_path: Path) -> None:
-    fails(project, "--tokenizer.vocab_size=520", f"--train.run_dir={tmp_path}/v", parts=("tokenizer.vocab_size",))
+    expect_failure(
+        project, "--tokenizer.vocab_size=520", f"--train.run_dir={tmp_path}/v", parts=("tokenizer.vocab_size",)
+    )
 
 
 def test_no_gpu_where_one_was_asked_for(project: Path, tmp_path: Path) -> None:
@@ -176,7 +180,7 @@ def test_no_gpu_where_one_was_asked_for(project: Path, tmp_path: Path) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    fails(project, "--launch.device=cuda", f"--train.run_dir={tmp_path}/g", parts=("launch.device",))
+    expect_failure(project, "--launch.device=cuda", f"--train.run_dir={tmp_path}/g", parts=("launch.device",))
 
 
 def on_two_ranks(config: Path, *arguments: tuple[str, ...], **variables: str) -> list[tuple[int, str]]:
@@ -203,7 +207,7 @@ def test_ranks_with_different_configurations_are_refused(project: Path, tmp_path
     results = on_two_ranks(project, (run,), (run, "--schedule.peak=0.1"))
     assert [code for code, _ in results] == [2, 2], results
     together = "".join(output for _, output in results)
-    refused(together, 2, 2, "schedule.peak", "0.1", "0.002")
+    assert_refused(together, 2, 2, "schedule.peak", "0.1", "0.002")
     assert together.count("error: ") == 1
 
 
@@ -212,7 +216,7 @@ def test_a_misspelt_key_on_two_ranks_is_said_once(project: Path) -> None:
         results = on_two_ranks(project, *arguments)
         assert [code for code, _ in results] == [2, 2], results
         together = "".join(output for _, output in results)
-        refused(together, 2, 2, "train.stepz")
+        assert_refused(together, 2, 2, "train.stepz")
         assert together.count("error: ") == 1
 
 
@@ -227,21 +231,21 @@ def test_ranks_that_cannot_be_are_refused_aloud(project: Path) -> None:
             text=True,
             timeout=60,
         )
-        refused(done.stderr, done.returncode, 2, "error: ", next(iter(variables)))
+        assert_refused(done.stderr, done.returncode, 2, "error: ", next(iter(variables)))
 
 
 def test_lost_checkpoints_do_not_mean_starting_again(project: Path, tmp_path: Path) -> None:
     shutil.copytree(project.parent / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    fails(project, f"--train.run_dir={tmp_path}/run", code=1, parts=("reached step 6", "no checkpoint"))
+    expect_failure(project, f"--train.run_dir={tmp_path}/run", code=1, parts=("reached step 6", "no checkpoint"))
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_a_run_without_its_configuration_is_compared_with_its_checkpoint(project: Path, tmp_path: Path) -> None:
     shutil.copytree(project.parent / "run", tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
-    fails(project, f"--train.run_dir={tmp_path}/run", "--train.seed=5", parts=("train.seed", "5"))
+    expect_failure(project, f"--train.run_dir={tmp_path}/run", "--train.seed=5", parts=("train.seed", "5"))
 
 
 def test_weights_of_another_tokenizer_are_refused(project: Path, tmp_path: Path) -> None:
@@ -253,7 +257,7 @@ def test_weights_of_another_tokenizer_are_refused(project: Path, tmp_path: Path)
     manifest.files["tokenizer.model"] = FileRecord(len(data), hashlib.sha256(data).hexdigest())
     (tmp_path / "other" / "COMPLETE").write_bytes(manifest_bytes(manifest.step, manifest.files))
     arguments = (f"--train.init_from={tmp_path}/other", f"--train.run_dir={tmp_path}/r")
-    fails(project, *arguments, parts=("another tokenizer",))
+    expect_failure(project, *arguments, parts=("another tokenizer",))
 
 
 @pytest.fixture
@@ -272,7 +276,7 @@ def test_a_full_disk_loses_no_checkpoint(project: Path, small_disk: Path) -> Non
     """A checkpoint takes 0.7 MB: some fit beside each other, then the disk is full."""
     run = small_disk / "run"
     common = (f"--train.run_dir={run}", "--train.validate_every=0", "--train.steps=60", "--log.tensorboard=false")
-    fails(project, *common, "--checkpoint.keep=9", code=1, parts=("no space left", "same command again"))
+    expect_failure(project, *common, "--checkpoint.keep=9", code=1, parts=("no space left", "same command again"))
     steps = checkpoint_steps(run)
     assert steps
     assert not list((run / "checkpoints").glob("*.tmp"))
@@ -286,7 +290,7 @@ def test_a_full_disk_for_metrics_is_one_sentence(project: Path, small_disk: Path
     (small_disk / "ballast").write_bytes(bytes(3_000_000 - 60_000))
     common = (f"--train.run_dir={small_disk}/run", "--train.validate_every=0", "--checkpoint.every_steps=0")
     done = run_job(train_command(1, "--config", str(project), *common, "--train.steps=300"))
-    refused(done.stdout, done.returncode, 1, "no space left while writing metrics")
+    assert_refused(done.stdout, done.returncode, 1, "no space left while writing metrics")
 
 
 def test_scripts_without_arguments_they_need() -> None:
