@@ -30,6 +30,7 @@ from dist_tfm.config.loading import SECTIONS, check_sections, make_config
 from dist_tfm.config.schema import Config
 from dist_tfm.errors import ConfigError, RunError
 from dist_tfm.parallel.environment import read_ranks
+from dist_tfm.parallel.memory import keep_freed_memory
 
 SCRIPT = Path(__file__).name
 DESCRIPTION = "Measures training: tokens a second, share of the GEMM peak, padding, memory; and the engine's own cost."
@@ -46,6 +47,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """The program; argv without its name. Returns the exit code, raises DistTfmError."""
+    keep_freed_memory()  # as train.py does
     sections, options = parse_command_line(
         SCRIPT, DESCRIPTION, SECTIONS, "configs/tiny.yaml", argv, add_options=_add_options, check=check_sections
     )

@@ -16,6 +16,7 @@ from dist_tfm.config.loading import SECTIONS, check_sections, make_config
 from dist_tfm.config.schema import Config
 from dist_tfm.errors import ConfigError
 from dist_tfm.parallel.environment import Ranks, cores_per_rank, read_ranks, speaks_for_all
+from dist_tfm.parallel.memory import keep_freed_memory
 from dist_tfm.training.signals import StopRequest
 
 DESCRIPTION = """Trains an encoder-decoder Transformer: prepares missing shards, resumes from the newest checkpoint.
@@ -47,19 +48,19 @@ def main(argv: Sequence[str]) -> int:
             raise
         fault = error  # told to all ranks once they have met, so that one says it and none waits for another
     stop = StopRequest(speaks=ranks.rank == 0)
-    if not dry_run:  # a rehearsal has nothing to save: signals end it at once
-        stop.install()
+    if not dry_run:
+        stop.install()  # a rehearsal has nothing to save: signals end it at once
     return _launch(config, ranks, dry_run, stop, fault)
 
 
 def _launch(config: Config, ranks: Ranks, dry_run: bool, stop: StopRequest, fault: ConfigError | None) -> int:
-    # Seconds of imports, which --help and a misspelt key do not wait for.
-    import torch
+    import torch  # seconds of imports, which --help and a misspelt key do not wait for
 
     from dist_tfm.parallel.topology import describe_fault, shutdown, start
     from dist_tfm.training import dry_run as rehearsal
     from dist_tfm.training import session
 
+    keep_freed_memory()
     # Launchers export OMP_NUM_THREADS=1, whatever cores there are.
     torch.set_num_threads(config.launch.threads or cores_per_rank(ranks, os.environ))
     topology = start(ranks, config.launch)

@@ -1,0 +1,24 @@
+"""How a process on a CPU gets its memory from the operating system."""
+
+import ctypes
+import os
+import platform
+from collections.abc import Mapping
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+_NEVER = 2**31 - 1
+
+
+def keep_freed_memory(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tells glibc's malloc to keep freed memory for the next step; True if it was told.
+
+    By default every large tensor is mapped anew and given back when it is freed, so that each step touches fresh pages,
+    which the kernel must clear: 4 to 8 % of a training step. Nothing is done where the user has set malloc's own
+    variables (MALLOC_..., GLIBC_TUNABLES), or where there is no glibc. Call it before large tensors are made.
+    """
+    if any(name.startswith("MALLOC_") for name in variables) or "malloc" in variables.get("GLIBC_TUNABLES", ""):
+        return False
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
