@@ -13,7 +13,7 @@ def keep_freed_memory(variables: Mapping[str, str] = os.environ) -> bool:
     """Tells glibc's malloc to keep freed memory for the next step; True if it was told.
 
     By default every large tensor is mapped anew and given back when it is freed, so that each step touches fresh pages,
-    which the kernel must clear: 4 to 8 % of a training step. Nothing is done where the user has set malloc's own
+    which the kernel must clear (measured in docs/benchmarks.md). Nothing is done where the user has set malloc's own
     variables (MALLOC_..., GLIBC_TUNABLES), or where there is no glibc. Call it before large tensors are made.
     """
     if any(name.startswith("MALLOC_") for name in variables) or "malloc" in variables.get("GLIBC_TUNABLES", ""):
