@@ -3,15 +3,20 @@
 import json
 import lzma
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
+
+from tests.warm import WarmProcess, is_script, start_script
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "data_pipeline" / "corpora" / "swmsg_ende"
@@ -71,26 +76,73 @@ def train_command(ranks: int, *arguments: str) -> list[str]:
     return [*launcher, script, *arguments]
 
 
-def run_job(command: Sequence[str], timeout: float = 240, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Runs a job to its end; standard error goes into the output."""
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+Job = subprocess.Popen[bytes] | WarmProcess
 
 
-def start_job(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
-    """Starts a job in the background, its output appended to `log`."""
+def run_job(
+    command: Sequence[str], timeout: float = 240, cwd: Path = ROOT, cold: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs a job to its end; standard error goes into the output. cold: Python itself is started, as a user would."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        job = start_job(command, output, cwd, cold)
+        try:
+            code = job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
+            raise AssertionError(f"not done in {timeout} s: {command}\n{output.read_text()[-3000:]}") from None
+        return subprocess.CompletedProcess(list(command), code, output.read_text(encoding="utf-8"))
+
+
+def start_job(
+    command: Sequence[str],
+    log: Path,
+    cwd: Path = ROOT,
+    cold: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Job:
+    """Starts a job in the background, its output appended to `log`. variables: added to its environment."""
+    environment = clean_environment() | dict(variables)
+    if is_script(command) and not cold:
+        return start_script(command, cwd, environment, log)
     with log.open("ab") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
-def kill_job(job: "subprocess.Popen[bytes]") -> int:
+def start_ranks(commands: Sequence[Sequence[str]], logs: Sequence[Path], **variables: str) -> list[Job]:
+    """Starts one process a command, as ranks 0, 1, ... of one job, without a launcher. variables: added for all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    size = str(len(commands))
+    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    jobs = []
+    for rank, (command, log) in enumerate(zip(commands, logs, strict=True)):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        jobs.append(start_job(command, log, variables=shared | own | variables))
+    return jobs
+
+
+def run_ranks(ranks: int, folder: Path, *arguments: str, timeout: float = 240) -> list[tuple[int, str]]:
+    """(exit code, output) of the ranks of a training job without a launcher; logs go into `folder`."""
+    logs = [folder / f"{rank}.log" for rank in range(ranks)]
+    for log in logs:
+        log.unlink(missing_ok=True)
+    return wait_for_ranks(start_ranks([train_command(1, *arguments)] * ranks, logs), logs, timeout)
+
+
+def wait_for_ranks(jobs: Sequence[Job], logs: Sequence[Path], timeout: float = 120) -> list[tuple[int, str]]:
+    """(exit code, output) of each; kills all if one is not done in `timeout` seconds."""
+    try:
+        codes = [job.wait(timeout) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    return [(code, log.read_text(encoding="utf-8")) for code, log in zip(codes, logs, strict=True)]
+
+
+def kill_job(job: Job) -> int:
     """SIGKILLs every process of a job at once (launcher, workers, their children); returns how many."""
     try:
         parent = psutil.Process(job.pid)
@@ -141,7 +193,7 @@ class Moment:
     kind: str
     value: float
 
-    def wait(self, job: "subprocess.Popen[bytes]", run: Path, patience: float = 90) -> str:
+    def wait(self, job: Job, run: Path, patience: float = 90) -> str:
         """Returns what came first: the moment, or the job's end."""
         started, started_at = time.monotonic(), time.time()
         target = (checkpoint_steps(run) or [0])[-1] + self.value

@@ -72,7 +72,7 @@ class DeepSpeedEngine:
         runner: RunnerFactory,
         ema: float = 0.0,
     ) -> None:
-        deepspeed = _import_deepspeed(topology.device)
+        deepspeed = import_deepspeed(topology.device)
         self.updates = 0
         self._loss, self._model, self._topology = loss, model, topology
         self._rate, self._runner = rate, runner
@@ -254,7 +254,7 @@ def _check_facts(
             raise RunError(f"{what}: expected {wanted}, but DeepSpeed built {found}")
 
 
-def _import_deepspeed(device: torch.device) -> Any:
+def import_deepspeed(device: torch.device) -> Any:
     """DeepSpeed, imported late (it takes 2 seconds) and kept from compiling, probing compilers and talking."""
     os.environ["DS_ACCELERATOR"] = device.type
     with warnings.catch_warnings():

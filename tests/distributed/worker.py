@@ -1,11 +1,7 @@
-"""One rank of a test world: runs the world's cases one after another and writes each one's result.
-
-python -m tests.distributed.worker WORLD FOLDER, with RANK, WORLD_SIZE, ... set.
-"""
+"""One rank of a test world: runs the world's cases one after another and writes each one's result."""
 
 import json
 import os
-import sys
 import traceback
 from pathlib import Path
 
@@ -17,7 +13,8 @@ from dist_tfm.parallel.environment import read_ranks
 from tests.distributed.plan import PLAN
 
 
-def main(world: str, folder: Path) -> None:
+def run_rank(world: str, folder: Path) -> None:
+    """In a process that has RANK, WORLD_SIZE, ... set."""
     torch.set_num_threads(1)
     here = topology.start(read_ranks(os.environ), LaunchConfig(device="cpu", timeout=60), report=lambda line: None)
     for name, case in PLAN[world].items():
@@ -28,7 +25,3 @@ def main(world: str, folder: Path) -> None:
             raise
         (folder / world / f"{name}.{here.ranks.rank}.json").write_text(json.dumps(result))
     topology.shutdown()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,18 +1,18 @@
 """Starts the processes of a test world once, and hands out the results of its cases.
 
-Starting torch and DeepSpeed costs two seconds of CPU a process, so that one world runs all cases of its size.
+One world runs all cases of its size; its processes start with torch and DeepSpeed imported (tests/warm.py).
 """
 
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.distributed.plan import AFTER, PLAN
+from tests.distributed.worker import run_rank
+from tests.warm import start
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 400.0  # far more than a world takes; a rank that is left alone in a collective ends it after 60 s
@@ -52,21 +52,13 @@ def run_world(world: str, folder: Path) -> str | None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    shared = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "ACCELERATE_", "TORCHELASTIC"))}
     processes = []
     for rank in range(size):
-        variables = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "ACCELERATE_", "TORCHELASTIC"))},
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)},
-            **{
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-            },
-        }
-        command = [sys.executable, "-m", "tests.distributed.worker", world, str(folder)]
-        with open(folder / world / f"output.{rank}", "wb") as output:
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output))
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        variables = shared | own | place | {"CUDA_VISIBLE_DEVICES": ""}
+        processes.append(start(run_rank, (world, folder), ROOT, variables, folder / world / f"output.{rank}"))
     deadline = time.monotonic() + LIMIT_S
     try:
         while any(p.poll() is None for p in processes):

@@ -2,7 +2,6 @@
 
 import hashlib
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,10 @@ from tests.jobs import (
     clean_environment,
     run_job,
     small_project,
+    start_ranks,
     train_command,
     training_lines,
+    wait_for_ranks,
 )
 
 
@@ -183,37 +184,27 @@ def test_no_gpu_where_one_was_asked_for(project: Path, tmp_path: Path) -> None:
     expect_failure(project, "--launch.device=cuda", f"--train.run_dir={tmp_path}/g", parts=("launch.device",))
 
 
-def on_two_ranks(config: Path, *arguments: tuple[str, ...], **variables: str) -> list[tuple[int, str]]:
-    """(exit code, output) of two processes started by hand, each with arguments of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    jobs = []
-    for rank, own in enumerate(arguments):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        environment = clean_environment() | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | variables
-        command = train_command(1, "--config", str(config), *own)
-        jobs.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-    outputs = [job.communicate(timeout=120)[0] for job in jobs]
-    return [(job.returncode, output) for job, output in zip(jobs, outputs, strict=True)]
+def on_two_ranks(folder: Path, config: Path, *arguments: tuple[str, ...], **variables: str) -> list[tuple[int, str]]:
+    """(exit code, output) of two processes started by hand, each with arguments of its own; logs go into `folder`."""
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    for log in logs:
+        log.unlink(missing_ok=True)
+    commands = [train_command(1, "--config", str(config), *own) for own in arguments]
+    return wait_for_ranks(start_ranks(commands, logs, **variables), logs)
 
 
 def test_ranks_with_different_configurations_are_refused(project: Path, tmp_path: Path) -> None:
     run = f"--train.run_dir={tmp_path}/r"
-    results = on_two_ranks(project, (run,), (run, "--schedule.peak=0.1"))
+    results = on_two_ranks(tmp_path, project, (run,), (run, "--schedule.peak=0.1"))
     assert [code for code, _ in results] == [2, 2], results
     together = "".join(output for _, output in results)
     assert_refused(together, 2, 2, "schedule.peak", "0.1", "0.002")
     assert together.count("error: ") == 1
 
 
-def test_a_misspelt_key_on_two_ranks_is_said_once(project: Path) -> None:
+def test_a_misspelt_key_on_two_ranks_is_said_once(project: Path, tmp_path: Path) -> None:
     for arguments in ((("--train.stepz=1",),) * 2, ((), ("--train.stepz=1",))):
-        results = on_two_ranks(project, *arguments)
+        results = on_two_ranks(tmp_path, project, *arguments)
         assert [code for code, _ in results] == [2, 2], results
         together = "".join(output for _, output in results)
         assert_refused(together, 2, 2, "train.stepz")

@@ -23,6 +23,7 @@ from tests.jobs import (
     run_job,
     small_project,
     start_job,
+    start_ranks,
     train_command,
     training_lines,
 )
@@ -45,7 +46,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_twenty_steps_then_forty_then_finished(project: Path, tmp_path: Path) -> None:
     run = tmp_path / "x"
     common = ("--config", str(project), f"--train.run_dir={run}")
-    first = run_job(train_command(1, *common, "--train.steps=20"))
+    first = run_job(train_command(1, *common, "--train.steps=20"), cold=True)
     assert first.returncode == 0, first.stdout
     assert (run / "DONE").read_text() == "20\n"
     second = run_job(train_command(1, *common, "--train.steps=40"))
@@ -124,7 +125,7 @@ def test_the_variables_of_slurm_start_two_tasks(project: Path, tmp_path: Path) -
             "MASTER_PORT": port,
         }
         command = train_command(1, "--config", str(project), "--train.steps=2", f"--train.run_dir={run}")
-        jobs.append(subprocess.Popen(command, cwd=ROOT, env=clean_environment() | variables))
+        jobs.append(start_job(command, tmp_path / f"log.{rank}", variables=variables))
     assert [job.wait(timeout=120) for job in jobs] == [0, 0]
     assert training_lines(run)[-1]["world_size"] == 2
     assert json.loads((run / "environment.json").read_text())[0]["launcher"] == "slurm"
@@ -188,7 +189,7 @@ def test_weights_of_another_run_start_a_new_one(project: Path, tmp_path: Path) -
 
 def test_help_and_print_config_of_every_program() -> None:
     for script in ("dist_tfm/train.py", "data_pipeline/prepare.py", "data_pipeline/browse.py"):
-        shown = run_job([sys.executable, script, "--help"])
+        shown = run_job([sys.executable, script, "--help"], cold=True)
         assert shown.returncode == 0, shown.stdout
         assert "usage" in shown.stdout
     verbs = run_job([str(BIN / "dist-tfm"), "--help"])
@@ -244,15 +245,9 @@ def test_a_terminal_gets_a_bar_and_a_log_gets_plain_lines(project: Path, tmp_pat
 
 
 def test_a_killed_rank_ends_the_other_with_one_sentence(project: Path, tmp_path: Path) -> None:
-    run, port = tmp_path / "run", str(free_port())
-    jobs, logs = [], [tmp_path / "0.log", tmp_path / "1.log"]
+    run, logs = tmp_path / "run", [tmp_path / "0.log", tmp_path / "1.log"]
     command = train_command(1, "--config", str(project), f"--train.run_dir={run}", "--train.steps=100000")
-    for rank, log in enumerate(logs):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        with log.open("wb") as output:
-            environment = clean_environment() | variables
-            jobs.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    jobs = start_ranks([command] * 2, logs)
     try:
         deadline = time.monotonic() + 120
         while len(training_lines(run)) < 3 and time.monotonic() < deadline:

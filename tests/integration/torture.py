@@ -55,7 +55,7 @@ def torture(folder: Path, ranks: int, kills: int, steps: int, seed: int) -> None
     command = train_command(ranks, *common, f"--train.run_dir={run}")
     for number, moment in enumerate(moments(kills, seed)):
         prefix, inode = safe_prefix(run)
-        job = start_job(command, log)
+        job = start_job(command, log, cold=True)
         try:
             when = moment.wait(job, run)
         finally:
