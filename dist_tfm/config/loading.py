@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from data_pipeline.settings import Layers, build_sections, faults_error, read_saved_sections, to_yaml
-from dist_tfm.config.schema import Config, DecodeConfig
+from dist_tfm.config.schema import Config, DataConfig, DecodeConfig, ModelConfig
 
 SECTIONS: Mapping[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
 
@@ -29,6 +29,7 @@ def check_sections(sections: Mapping[str, Any]) -> None:
             f"model.heads: expected a divisor of model.d_model={model.d_model}, found {model.heads}; "
             "or name both model.d_k and model.d_v"
         )
+    faults += _model_faults(model, data)
     if data.batch_tokens // data.micro_batches < 2:
         faults.append(
             f"data.micro_batches: expected at most data.batch_tokens / 2 = {data.batch_tokens // 2} "
@@ -42,6 +43,24 @@ def check_sections(sections: Mapping[str, Any]) -> None:
         )
     if faults:
         raise faults_error(faults)
+
+
+def _model_faults(model: ModelConfig, data: DataConfig) -> list[str]:
+    """Faults of the model's parts together."""
+    faults = []
+    if model.heads % model.key_value_heads:
+        faults.append(f"model.kv_heads: expected a divisor of model.heads={model.heads}, found {model.kv_heads}")
+    if model.positions == "rotary" and model.key_width % 2:
+        faults.append(
+            f"model.positions: rotary turns pairs of features, so d_k must be even, found {model.key_width}; "
+            "change model.d_k or model.heads"
+        )
+    if model.positions == "learned" and data.max_length >= model.max_positions:
+        faults.append(
+            f"model.max_positions: expected more than data.max_length={data.max_length} (EOS takes a position too), "
+            f"found {model.max_positions}"
+        )
+    return faults
 
 
 def decode_faults(decode: DecodeConfig) -> list[str]:

@@ -41,12 +41,18 @@ class ModelConfig:
     d_model: Positive = 512
     d_ff: Positive = 2048
     heads: Positive = 8
+    kv_heads: Positive | None = None  # heads of keys and values, shared by groups of heads; null: as many as heads
     d_k: Positive | None = None  # width of a head's queries and keys; null: d_model / heads
     d_v: Positive | None = None  # width of a head's values; null: d_model / heads
     dropout: Probability = 0.1  # P_drop (section 5.4): on each sublayer's output, and on embeddings unless named
     embedding_dropout: Probability | None = None  # null: the same as dropout
     attention_dropout: Probability = 0.0  # on attention weights; the paper has none, Tensor2Tensor has
-    norm: Literal["post", "pre"] = "post"
+    norm: Literal["post", "pre", "deep"] = "post"  # deep: DeepNorm, post-norm with a weighted residual
+    normalization: Literal["layer", "rms"] = "layer"
+    activation: Literal["relu", "gelu", "swiglu", "geglu"] = "relu"
+    positions: Literal["sinusoidal", "sinusoidal_concatenated", "learned", "rotary"] = "sinusoidal"
+    max_positions: Positive = 1024  # of learned positions, a longer input is refused
+    tied: Literal["all", "decoder", "none"] = "all"  # which of source embedding, target embedding, projection are one
     layer_norm_eps: Fraction = 1e-6
     attention: Literal["sdpa", "reference"] = "sdpa"
 
@@ -59,6 +65,11 @@ class ModelConfig:
     def value_width(self) -> int:
         """Width of one head's values, d_v."""
         return self.d_v if self.d_v is not None else self.d_model // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values: `heads`, or fewer that are shared (grouped-query attention)."""
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def input_dropout(self) -> float:

@@ -20,21 +20,26 @@ class GrowingStore:
     """
 
     def __init__(self) -> None:
-        self.length = 0
+        self._length = 0
         self._buffers: KeysValues | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions held, t."""
+        return self._length
 
     def append(self, new: KeysValues) -> KeysValues:
         """Adds n positions ([B * W, H, n, ...]) and returns all t of them, as views that later appends leave intact."""
-        last = self.length + new.keys.size(2)
+        last = self._length + new.keys.size(2)
         if self._buffers is None or self._buffers.keys.size(2) < last:
             capacity = max(16, 1 << (last - 1).bit_length())
             self._buffers = KeysValues(
                 *(self._enlarged(i, part, capacity) for i, part in enumerate((new.keys, new.values)))
             )
         keys, values = self._buffers
-        keys[:, :, self.length : last] = new.keys
-        values[:, :, self.length : last] = new.values
-        self.length = last
+        keys[:, :, self._length : last] = new.keys
+        values[:, :, self._length : last] = new.values
+        self._length = last
         return KeysValues(keys[:, :, :last], values[:, :, :last])
 
     def select(self, rows: Tensor) -> None:
@@ -46,7 +51,7 @@ class GrowingStore:
         batch, heads, _, width = like.shape
         buffer = like.new_empty(batch, heads, capacity, width)
         if self._buffers is not None:
-            buffer[:, :, : self.length] = self._buffers[part][:, :, : self.length]
+            buffer[:, :, : self._length] = self._buffers[part][:, :, : self._length]
         return buffer
 
 

@@ -26,6 +26,8 @@ def greedy(model: Transformer, source: Tensor, max_extra: int = 50) -> list[list
         raise ValueError(f"expected max_extra of 0 or more, found {max_extra}")
     # Every source ends with EOS, which is no part of its length here.
     limits = ((source != PAD).sum(1) - 1).clamp(min=0) + max_extra
+    if model.position_limit is not None:
+        limits = limits.clamp(max=model.position_limit - 1)  # BOS takes one
     cache = DecoderCache(model, source)
     results: list[list[int]] = [[] for _ in range(source.size(0))]
     places = list(range(source.size(0)))  # the sentence that each row of the cache decodes

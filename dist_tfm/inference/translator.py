@@ -5,6 +5,7 @@ too long is cut with a warning, characters that the tokenizer never saw are spel
 """
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -94,6 +95,8 @@ class Translator:
         careful = decode.exact and weight.dtype == torch.float32
         self._ranking = FastRanking(FP32_TOLERANCE if careful else 0.0)
         self._exact_models: list[Transformer] = []
+        ends = [model.position_limit for model in models if model.position_limit is not None]
+        self._last_position = min(ends, default=sys.maxsize) - 1  # of a source its EOS takes one, of an output its BOS
 
     def translate(
         self, lines: Sequence[str], first: int = 0, advance: Callable[[int], None] = lambda _: None
@@ -126,14 +129,13 @@ class Translator:
 
     def _encode(self, lines: Sequence[str], first: int) -> list[list[int]]:
         """Ids of each line, cut to decode.max_source."""
-        bound = self._decode.max_source
+        bound, why = self._decode.max_source, "decode.max_source"
+        if self._last_position < bound:
+            bound, why = self._last_position, "model.max_positions"
         sources = self._tokenizer.encode(lines)
         for number, ids in enumerate(sources, first + 1):
             if len(ids) > bound and self._group.rank == 0:
-                self._warn(
-                    f"line {number} has {len(ids):,} tokens: only the first {bound:,} are translated "
-                    "(decode.max_source)"
-                )
+                self._warn(f"line {number} has {len(ids):,} tokens: only the first {bound:,} are translated ({why})")
         return [ids[:bound] for ids in sources]
 
     def _search(self, sources: Sequence[Sequence[int]]) -> list[SearchResult]:
@@ -151,7 +153,7 @@ class Translator:
     def _search_with(
         self, models: Sequence[Transformer], sources: Sequence[Sequence[int]], ranking: Ranking
     ) -> list[SearchResult]:
-        limits = [len(ids) + self._decode.max_extra for ids in sources]
+        limits = [min(len(ids) + self._decode.max_extra, self._last_position) for ids in sources]
         scorer = ModelScorer(models, pad_sources(sources, self._device))
         return beam_search(scorer, limits, self._options, ranking)
 

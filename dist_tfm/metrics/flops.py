@@ -48,10 +48,12 @@ def length_sums(batches: Sequence[Batch]) -> LengthSums:
 
 def forward_flops(model: ModelConfig, vocab_size: int, sums: LengthSums) -> int:
     """Matmul FLOPs of one forward pass over sentences with these length sums."""
-    d, heads, d_k, d_v = model.d_model, model.heads, model.key_width, model.value_width
-    query = key = 2 * d * heads * d_k
-    value = out = 2 * d * heads * d_v
-    feed_forward = 4 * d * model.d_ff
+    d, heads, shared = model.d_model, model.heads, model.key_value_heads
+    d_k, d_v = model.key_width, model.value_width
+    query, key = 2 * d * heads * d_k, 2 * d * shared * d_k
+    value, out = 2 * d * shared * d_v, 2 * d * heads * d_v
+    matrices = 3 if model.activation in ("swiglu", "geglu") else 2
+    feed_forward = 2 * matrices * d * model.d_ff
     products = 2 * heads * (d_k + d_v)  # scores and weighted sum, for each pair of positions
     encoder = sums.source * (query + key + value + out + feed_forward) + sums.source_source * products
     decoder_self = sums.target * (query + key + value + out) + sums.target_target * products

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_tfm.config.schema import ModelConfig
+from dist_tfm.model.positions import RotaryPositions
 
 BackendName = Literal["sdpa", "reference"]
 
 
 class KeysValues(NamedTuple):
-    """Projected keys [B, H, Tk, Dk] and values [B, H, Tk, Dv] of one attention."""
+    """Projected keys [B, G, Tk, Dk] and values [B, G, Tk, Dv] of one attention; G = H, or fewer if heads share them."""
 
     keys: Tensor
     values: Tensor
@@ -117,37 +118,51 @@ def kernel_name(attend: Attend) -> BackendName:
 class MultiHeadAttention(nn.Module):
     """Section 3.2.2: H heads over projections without bias; d_k and d_v need not be d_model / H (Table 3, rows B).
 
-    Parameters: query.weight, key.weight [H*Dk, D], value.weight [H*Dv, D], output.weight [D, H*Dv].
+    With G = kv_heads < H, each group of H / G heads shares its keys and values (Ainslie et al. 2023, "GQA"). `rotary`
+    turns queries and keys by their positions: for self-attention only, where both have them.
+    Parameters: query.weight [H*Dk, D], key.weight [G*Dk, D], value.weight [G*Dv, D], output.weight [D, H*Dv].
     """
 
-    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+    def __init__(self, config: ModelConfig, attend: Attend, rotary: RotaryPositions | None = None) -> None:
         super().__init__()
         self.heads = config.heads
+        self.kv_heads = config.key_value_heads
+        self.rotary = rotary
         self.dropout = config.attention_dropout
         self.attend = attend
         self.query = nn.Linear(config.d_model, config.heads * config.key_width, bias=False)
-        self.key = nn.Linear(config.d_model, config.heads * config.key_width, bias=False)
-        self.value = nn.Linear(config.d_model, config.heads * config.value_width, bias=False)
+        self.key = nn.Linear(config.d_model, config.key_value_heads * config.key_width, bias=False)
+        self.value = nn.Linear(config.d_model, config.key_value_heads * config.value_width, bias=False)
         self.output = nn.Linear(config.heads * config.value_width, config.d_model, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Queries from x [B, Tq, D], keys and values from memory [B, Tk, D] (x in self-attention): [B, Tq, D]."""
         return self.attend_to(x, self.keys_values(memory), mask, causal)
 
-    def keys_values(self, memory: Tensor) -> KeysValues:
-        """Keys and values of memory [B, Tk, D], which decoding computes once and keeps."""
-        return KeysValues(self._split(self.key(memory)), self._split(self.value(memory)))
+    def keys_values(self, memory: Tensor, first: int = 0) -> KeysValues:
+        """Keys and values of memory [B, Tk, D] at positions first, ..., which decoding computes once and keeps."""
+        keys, values = (_split(part, self.kv_heads) for part in (self.key(memory), self.value(memory)))
+        return KeysValues(keys if self.rotary is None else self.rotary.rotate(keys, first), values)
 
-    def attend_to(self, x: Tensor, known: KeysValues, mask: Tensor | None, causal: bool) -> Tensor:
-        """Queries from x [B, Tq, D] over keys and values that are already projected: [B, Tq, D]."""
-        query = self._split(self.query(x))
-        heads = self.attend(query, known.keys, known.values, mask, causal, self.dropout, self.training)
+    def attend_to(self, x: Tensor, known: KeysValues, mask: Tensor | None, causal: bool, first: int = 0) -> Tensor:
+        """Queries from x [B, Tq, D] at positions first, ... over projected keys and values: [B, Tq, D]."""
+        query = _split(self.query(x), self.heads)
+        if self.rotary is not None:
+            query = self.rotary.rotate(query, first)
+        keys, values = (_repeat(part, self.heads // self.kv_heads) for part in known)
+        heads = self.attend(query, keys, values, mask, causal, self.dropout, self.training)
         return cast(Tensor, self.output(heads.transpose(1, 2).flatten(2)))
 
-    def _split(self, projected: Tensor) -> Tensor:
-        """[B, T, H*W] to [B, H, T, W]."""
-        batch, length, width = projected.shape
-        return projected.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+
+def _split(projected: Tensor, heads: int) -> Tensor:
+    """[B, T, H*W] to [B, H, T, W]."""
+    batch, length, width = projected.shape
+    return projected.view(batch, length, heads, width // heads).transpose(1, 2)
+
+
+def _repeat(part: Tensor, times: int) -> Tensor:
+    """[B, G, T, W] to [B, G * times, T, W], each head `times` times in a row."""
+    return part if times == 1 else part.repeat_interleave(times, dim=1)
 
 
 def _visible(mask: Tensor | None, causal: bool, queries: int, keys: int, device: torch.device) -> Tensor | None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention import Attend, KeysValues, MultiHeadAttention
-from dist_tfm.model.feed_forward import FeedForward
+from dist_tfm.model.feed_forward import feed_forward
 from dist_tfm.model.norm import connection, layer_norm
+from dist_tfm.model.positions import rotary_positions
 
 SOURCE_EMBEDDING, TARGET_EMBEDDING, FIRST_LAYER = 0, 1, 2
 """Layer numbers; the decoder's first layer is FIRST_LAYER + number of encoder layers."""
@@ -34,6 +35,11 @@ def run_plainly(number: int, layer: Callable[..., Tensor], *inputs: Tensor) -> T
 class KeysValuesStore(Protocol):
     """Where one decoder layer's self-attention keeps keys and values between decoding steps."""
 
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        ...
+
     def append(self, new: KeysValues) -> KeysValues:
         """Adds those of the newest positions and returns those of all positions so far."""
         ...
@@ -47,10 +53,10 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
-        self.connect = connection(config.norm)
-        self.self_attention = MultiHeadAttention(config, attend)
+        self.connect = connection(config, "encoder")
+        self.self_attention = MultiHeadAttention(config, attend, rotary_positions(config))
         self.self_attention_norm = layer_norm(config)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = feed_forward(config)
         self.feed_forward_norm = layer_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -73,12 +79,12 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
-        self.connect = connection(config.norm)
-        self.self_attention = MultiHeadAttention(config, attend)
+        self.connect = connection(config, "decoder")
+        self.self_attention = MultiHeadAttention(config, attend, rotary_positions(config))
         self.self_attention_norm = layer_norm(config)
         self.cross_attention = MultiHeadAttention(config, attend)
         self.cross_attention_norm = layer_norm(config)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = feed_forward(config)
         self.feed_forward_norm = layer_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -104,8 +110,9 @@ class DecoderLayer(nn.Module):
         """
 
         def self_attention(h: Tensor) -> Tensor:
-            known = past.append(self.self_attention.keys_values(h))
-            return self.self_attention.attend_to(h, known, None, True)
+            first = past.length
+            known = past.append(self.self_attention.keys_values(h, first))
+            return self.self_attention.attend_to(h, known, None, True, first)
 
         def cross_attention(h: Tensor) -> Tensor:
             queries = h.reshape(memory.keys.size(0), -1, h.size(-1))

@@ -75,6 +75,8 @@ class Decoder(nn.Module):
 class Transformer(nn.Module):
     """Source ids to the decoder's hidden states; `logits` turns those into scores over the vocabulary.
 
+    model.tied: `all`, one matrix embeds both sides and scores the output, as in the paper; `decoder`, the source has
+    its own (source_embedding); `none`, so has the output (projection).
     Weights are set by `dist_tfm.model.initialization.initialize` or loaded. Padding is PAD on the right; a source
     sentence that is all pads is allowed: nothing is seen of it.
     """
@@ -85,6 +87,8 @@ class Transformer(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         self.embedding = Embedding(config, vocab_size)
+        self.source_embedding = None if config.tied == "all" else Embedding(config, vocab_size)
+        self.projection = nn.Linear(config.d_model, vocab_size, bias=False) if config.tied == "none" else None
         self.encoder = Encoder(config, self._attend)
         self.decoder = Decoder(config, self._attend)
 
@@ -92,6 +96,11 @@ class Transformer(nn.Module):
     def attention_backend(self) -> BackendName:
         """Name of the attention kernel that the layers call."""
         return kernel_name(self._attend)
+
+    @property
+    def position_limit(self) -> int | None:
+        """Positions that there are on each side, EOS and BOS included; None: any number."""
+        return self.config.max_positions if self.config.positions == "learned" else None
 
     def forward(self, source: Tensor, target_in: Tensor, run: LayerRunner = run_plainly) -> Tensor:
         """source [B, S], target_in [B, T] (BOS first): hidden states [B, T, D], which `logits` turns into scores."""
@@ -103,7 +112,7 @@ class Transformer(nn.Module):
 
     def encode(self, source: Tensor, run: LayerRunner = run_plainly) -> Tensor:
         """source [B, S]: the encoder's output (memory) [B, S, D]; at pads it means nothing and is never read."""
-        x = run(SOURCE_EMBEDDING, self.embedding, source)
+        x = run(SOURCE_EMBEDDING, self.source_embedding or self.embedding, source)
         memory: Tensor = self.encoder(x, self.source_mask(source), run)
         return memory
 
@@ -114,8 +123,9 @@ class Transformer(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] to unnormalised scores [..., V], through the embedding matrix (section 3.4), without bias."""
-        return F.linear(hidden, self.embedding.weight)
+        """[..., D] to unnormalised scores [..., V], through the target embedding (section 3.4) or, where embeddings are
+        untied, a matrix of its own; without bias."""
+        return F.linear(hidden, self.embedding.weight if self.projection is None else self.projection.weight)
 
     def decode_step(
         self,

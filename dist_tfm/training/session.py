@@ -30,7 +30,7 @@ from dist_tfm.metrics.writers import (
     cut_back,
 )
 from dist_tfm.model.counting import parameter_counts
-from dist_tfm.model.initialization import initialize
+from dist_tfm.model.initialization import deep_norm_gain, initialize
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.collectives import first_rank_alone, together
 from dist_tfm.parallel.topology import Topology
@@ -112,7 +112,7 @@ def agree_on_configuration(config: Config, topology: Topology, fault: ConfigErro
 def build_engine(config: Config, vocab_size: int, topology: Topology) -> Engine:
     """The model with its initial weights, its loss, and the engine that trains them."""
     model = Transformer(config.model, vocab_size)
-    initialize(model, config.train.seed)
+    initialize(model, config.train.seed, deep_norm_gain(config.model))
     checkpointing = config.train.activation_checkpointing == "full"
     return DeepSpeedEngine(
         loss=TranslationLoss(model, config.train.label_smoothing),

@@ -67,6 +67,8 @@ def test_lines_are_flushed_at_once_and_exact(tmp_path: Path) -> None:
     [
         ModelConfig(encoder_layers=2, decoder_layers=3, d_model=32, d_ff=48, heads=4),
         ModelConfig(encoder_layers=1, decoder_layers=1, d_model=32, d_ff=48, heads=4, d_k=6, d_v=10, norm="pre"),
+        ModelConfig(encoder_layers=2, decoder_layers=1, d_model=32, d_ff=48, heads=4, activation="swiglu"),
+        ModelConfig(encoder_layers=1, decoder_layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2, tied="none"),
     ],
 )
 def test_flops_equal_the_count_of_torchs_own_counter(config: ModelConfig) -> None:

@@ -81,8 +81,8 @@ def test_token_embeddings_enter_the_model_with_variance_one() -> None:
 
 
 def test_a_parameter_without_a_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"encoder\.layers\.0\.gate\.weight"):
-        initial_value("encoder.layers.0.gate.weight", (2, 2), 1)
+    with pytest.raises(ValueError, match=r"encoder\.layers\.0\.conv\.weight"):
+        initial_value("encoder.layers.0.conv.weight", (2, 2), 1)
     with pytest.raises(ValueError, match="no initial value"):
         initialize(nn.ModuleDict({"conv": nn.Linear(2, 2)}), 1)
 

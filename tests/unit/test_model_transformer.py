@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from data_pipeline.api import BOS, EOS, PAD
 from dist_tfm.config.schema import ModelConfig
-from dist_tfm.model.embedding import Embedding, SinusoidalPositions, sinusoids
+from dist_tfm.model.embedding import Embedding
 from dist_tfm.model.feed_forward import FeedForward
 from dist_tfm.model.initialization import initialize
 from dist_tfm.model.layers import run_plainly
 from dist_tfm.model.norm import connect_post_norm, connect_pre_norm
+from dist_tfm.model.positions import SinusoidalPositions, sinusoids
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.training.loss import TranslationLoss
 

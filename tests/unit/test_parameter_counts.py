@@ -28,7 +28,7 @@ def built(config: ModelConfig, vocab_size: int) -> dict[str, int]:
     with torch.device("meta"):
         model = Transformer(config, vocab_size)
     for name, parameter in model.named_parameters():
-        part = name.split(".")[0]
+        part = {"source_embedding": "embedding", "projection": "embedding"}.get(first := name.split(".")[0], first)
         counts[part] = counts.get(part, 0) + parameter.numel()
     return counts
 
@@ -57,6 +57,11 @@ def test_the_formula_counts_every_bundled_model(name: str, total: int) -> None:
         replace(BASE, d_k=16),
         replace(BASE, d_v=96, heads=4),
         replace(BASE, d_model=24, d_ff=7, heads=5, d_k=3, d_v=11),
+        replace(BASE, heads=8, kv_heads=2, d_v=24),
+        replace(BASE, norm="pre", normalization="rms", activation="swiglu"),
+        replace(BASE, activation="geglu", tied="decoder"),
+        replace(BASE, tied="none", positions="learned", max_positions=77),
+        replace(BASE, norm="deep", positions="rotary", activation="gelu", tied="decoder"),
     ],
 )
 def test_the_formula_counts_other_shapes(config: ModelConfig) -> None:
