@@ -43,7 +43,7 @@ from data_pipeline.prepare import prepare
 from data_pipeline.prepared import open_prepared
 from data_pipeline.settings import run_main
 from data_pipeline.shards import ShardReader
-from data_pipeline.window import WindowSource
+from data_pipeline.window import Part, WindowSource
 from dist_tfm.config.loading import SECTIONS, check_sections, config_to_yaml, make_config
 from dist_tfm.config.schema import Config
 from dist_tfm.errors import RunError
@@ -103,12 +103,16 @@ def seconds_to_first_batch(store: Store, position: Position) -> float:
 
 def epoch_positions(store: Store) -> dict[str, Position]:
     """Places to resume at: the start and the end of the first epoch, and inside the hundred-and-first."""
-    source = WindowSource(store.reader, store.data, SEED)
+    source = WindowSource(Part(store.reader), store.data, SEED)
     last, middle = source.windows - 1, source.windows // 2
+
+    def steps(epoch: int, window: int) -> int:
+        return source.load(epoch, window, served=()).micro_batches // source.per_step
+
     return {
         "start": Position(),
-        "end": Position(0, last, source.load(0, last).plan.steps - 1),
-        "epoch-100": Position(100, middle, source.load(100, middle).plan.steps // 2),
+        "end": Position(0, last, steps(0, last) - 1),
+        "epoch-100": Position(100, middle, steps(100, middle) // 2),
     }
 
 

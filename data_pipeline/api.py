@@ -48,7 +48,8 @@ class DataConfig:
     micro_batches: Positive = (
         8  # M: a step is cut into exactly M micro-batches of at most batch_tokens / M padded tokens
     )
-    window_pairs: Positive = 1_000_000  # pairs planned together
+    lanes: Positive = 1  # L, a divisor of M: a rank reads only the lanes it serves; part of the data order
+    window_pairs: Positive = 1_000_000  # pairs of a lane planned together
     workers: NotNegative = 1  # background threads that make batches ready; 0: made when asked for
 
 
@@ -71,6 +72,7 @@ class Batch:
     source_lengths [B], target_lengths [B] count EOS. pair_ids [B]: position of each pair in the prepared data.
     index: number of the micro-batch in its step, 0..M-1: its identity, whichever rank trains on it; -1 marks a
     zero-weight micro-batch (one EOS a side, every label PAD, target_lengths 0), which fills a short round.
+    corpus: number of the pairs' corpus in a mixture, else 0.
     """
 
     source: NDArray[np.int64]
@@ -80,6 +82,7 @@ class Batch:
     target_lengths: NDArray[np.int64]
     pair_ids: NDArray[np.int64]
     index: int
+    corpus: int = 0
 
     @property
     def source_tokens(self) -> int:
@@ -112,12 +115,27 @@ def zero_weight_batch() -> Batch:
 
 
 @dataclass(frozen=True)
+class CorpusPosition:
+    """Where one corpus of a mixture stands. taken: micro-batches that each of its lanes has given, counted from the
+    start of this window, which is that of the slowest lane: a lane ahead of it may have taken more than the window has.
+    """
+
+    epoch: int
+    window: int
+    taken: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Position:
-    """Where the next step starts: the loader's whole state. Resuming plans one window and replays nothing."""
+    """Where the next step starts: the loader's whole state. Resuming plans one window and replays nothing.
+
+    Of a mixture: corpora has a position for each, step counts all steps so far, epoch is the lowest of the corpora.
+    """
 
     epoch: int = 0
     window: int = 0
     step: int = 0
+    corpora: tuple[CorpusPosition, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,11 @@ from data_pipeline.ragged import starts_of
 from data_pipeline.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.validation import read_texts
-from data_pipeline.window import WindowSource
+from data_pipeline.window import Part, WindowSource
 
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
+PLANNING = ("batch_tokens", "micro_batches", "lanes", "window_pairs")
+"""Keys of section `data` that a plan depends on."""
 
 
 def show_pairs(reader: ShardReader, tokenizer: Tokenizer, first: int, count: int) -> None:
@@ -107,14 +109,16 @@ def print_lengths(reader: ShardReader) -> None:
 
 def print_plan(reader: ShardReader, data: DataConfig, seed: int) -> None:
     """Prints what the first window of the first epoch is cut into."""
-    source = WindowSource(reader, data, seed)
-    plan = source.load(0, 0).plan
-    tokens = sum(plan.tokens) / max(1, plan.steps)
+    source = WindowSource(Part(reader), data, seed)
+    window = source.load(0, 0, range(source.lanes))
+    steps = window.micro_batches // source.per_step
+    tokens = sum(sum(lane.plan.tokens) for lane in window.lanes.values()) / max(1, steps)
     print(f"  plan of window 1 of {source.windows} (epoch 1, seed {seed})")
-    print(f"  steps          {plan.steps:,} of {data.micro_batches} micro-batches")
+    print(f"  steps          {steps:,} of {data.micro_batches} micro-batches")
+    print(f"  lanes          {source.lanes}")
     print(f"  micro-batch    at most {source.budget:,} padded tokens a side")
-    print(f"  padding        {100 * plan.padding:.2f} % of all cells")
-    print(f"  fill           {100 * plan.fill:.1f} % of the budget of the larger side")
+    print(f"  padding        {100 * window.padding:.2f} % of all cells")
+    print(f"  fill           {100 * window.fill:.1f} % of the budget of the larger side")
     print(f"  tokens a step  {tokens:,.0f} (source and target together)")
     print(f"  left out       {source.left_out:,} pairs of the split are longer than a micro-batch")
 
@@ -135,14 +139,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stats", action="store_true", help="print the distribution of lengths")
     parser.add_argument("--plan", action="store_true", help="print how training would cut the split into steps")
     planning = parser.add_argument_group("what --plan assumes (the keys of section `data`)")
-    for name in ("batch_tokens", "micro_batches", "window_pairs"):
+    for name in PLANNING:
         option = f"--{name.replace('_', '-')}"
         planning.add_argument(
             option, type=int, default=getattr(defaults, name), metavar="N", help="default %(default)s"
         )
     planning.add_argument("--seed", type=int, default=1, metavar="N", help="train.seed (default %(default)s)")
     options = parser.parse_args(argv)
-    if min(options.batch_tokens, options.micro_batches, options.window_pairs) < 1 or options.first < 0:
+    if min(getattr(options, name) for name in PLANNING) < 1 or options.first < 0:
         parser.error("expected numbers of at least 1 (--first: 0)")
     return options
 
@@ -167,12 +171,7 @@ def main(argv: Sequence[str]) -> int:
     if options.stats:
         print_lengths(reader)
     if options.plan:
-        data = DataConfig(
-            batch_tokens=options.batch_tokens,
-            micro_batches=options.micro_batches,
-            window_pairs=options.window_pairs,
-        )
-        print_plan(reader, data, options.seed)
+        print_plan(reader, DataConfig(**{name: getattr(options, name) for name in PLANNING}), options.seed)
     if not (options.stats or options.plan):
         show_pairs(reader, tokenizer, options.first, options.count)
     return 0

@@ -1,93 +1,151 @@
-"""`BlockLoader`: an endless stream of training steps whose whole state is a position.
+"""Endless streams of training steps whose whole state is a position: `BlockLoader` of one corpus, `MixtureLoader` of
+several.
 
 Background work is done by threads, never by processes: numpy lets go of the interpreter lock where time is spent,
 nothing is pickled or forked, and a killed trainer leaves nothing behind. One thread reads and plans the next window
 while the present one is trained on; `workers` threads make batches ahead, which are handed out in order. At most two
-windows are in memory: 2 windows x tokens x 2 bytes, so 200 MB for a million pairs of 25 + 25 tokens.
+windows of a corpus are in memory (docs/data.md says how large they are).
 """
 
-import threading
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from data_pipeline.api import Batch, DataConfig, Position, StepBatches
+from data_pipeline.api import Batch, CorpusPosition, DataConfig, Position, StepBatches, zero_weight_batch
+from data_pipeline.background import Caller, Pool, Threads
 from data_pipeline.errors import InputError
+from data_pipeline.lanes import lanes_read_once, lanes_served, times_read
+from data_pipeline.mixture import Draw
 from data_pipeline.shards import ShardReader
-from data_pipeline.window import Window, WindowSource
+from data_pipeline.stream import Stream
+from data_pipeline.window import Part, Window, WindowSource
 
-T = TypeVar("T")
+L = TypeVar("L", bound="StepLoader")
 
 STEPS_AHEAD = 4
 """Steps that each worker may be ahead of training: enough to ride out a slow one, at most a few megabytes each."""
 
 
-class _Pool(Protocol):
-    """What the loader needs of an executor."""
+class Order(Protocol):
+    """Which corpus each micro-batch of a step comes from, and how the streams' positions are written down."""
 
-    def submit(self, work: Callable[[], T]) -> Future[T]: ...
+    def corpora(self, step: int) -> Sequence[int]:
+        """[M]: the corpus of each micro-batch; step counts all steps since training began (where that matters)."""
+        ...
 
-    def close(self) -> None: ...
+    def position(self, step: int, streams: Sequence[Stream]) -> Position:
+        """The position of these streams before `step`."""
+        ...
 
-
-class _Threads:
-    """Runs work in background threads, first come first served."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        return self._pool.submit(work)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def places(self, position: Position, streams: Sequence[Stream]) -> tuple[int, list[CorpusPosition]]:
+        """(step, place of each stream) that `position` has written down. Raises InputError."""
+        ...
 
 
-class _Caller:
-    """The same, without threads: work is done at once by whoever submits it."""
+class OneCorpus:
+    """The order of a single corpus: each step takes M / L micro-batches of every lane, so lanes never part."""
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        try:
-            future.set_result(work())
-        except Exception as fault:
-            future.set_exception(fault)
-        return future
+    def __init__(self, micro_batches: int) -> None:
+        self._corpora = [0] * micro_batches
 
-    def close(self) -> None:
-        return None
+    def corpora(self, step: int) -> Sequence[int]:
+        """Always the same corpus."""
+        return self._corpora
+
+    def position(self, step: int, streams: Sequence[Stream]) -> Position:
+        """(epoch, window, step of the window)."""
+        (stream,) = streams
+        place = stream.position
+        return Position(place.epoch, place.window, place.taken[0] // stream.source.per_step)
+
+    def places(self, position: Position, streams: Sequence[Stream]) -> tuple[int, list[CorpusPosition]]:
+        """Every lane at the same step."""
+        (stream,) = streams
+        if position.corpora:
+            raise InputError(
+                f"expected the position of one corpus, found that of {len(position.corpora)}: it was recorded with "
+                "other settings of data.corpora"
+            )
+        taken = (position.step * stream.source.per_step,) * stream.source.lanes
+        return 0, [CorpusPosition(position.epoch, position.window, taken)]
 
 
-class BlockLoader:
-    """The training split as steps for one data-parallel rank: a `StatefulLoader`.
+class MixtureOrder:
+    """The order of a mixture: every micro-batch's corpus is drawn by its place alone (see `mixture.Draw`)."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+
+    def corpora(self, step: int) -> Sequence[int]:
+        """The corpora that are drawn for a step."""
+        return self._draw.corpora(step)
+
+    def position(self, step: int, streams: Sequence[Stream]) -> Position:
+        """All steps so far, and the position of each corpus."""
+        places = tuple(stream.position for stream in streams)
+        return Position(min(place.epoch for place in places), 0, step, places)
+
+    def places(self, position: Position, streams: Sequence[Stream]) -> tuple[int, list[CorpusPosition]]:
+        """What `position` wrote; the start of every corpus, if it is that of a new run."""
+        if position == Position():
+            return 0, [CorpusPosition(0, 0, (0,) * stream.source.lanes) for stream in streams]
+        if len(position.corpora) != len(streams) or position.step < 0:
+            raise InputError(
+                f"expected the positions of {len(streams)} corpora, found {len(position.corpora)}: the position was "
+                "recorded with other settings of data.corpora"
+            )
+        return position.step, list(position.corpora)
+
+
+class _Slot(NamedTuple):
+    """Micro-batch `place` of a step: micro-batch `number` of a lane of a window."""
+
+    place: int
+    window: Window
+    lane: int
+    number: int
+
+
+class _Pending(NamedTuple):
+    """A step that is being made. oldest: running number of the first window of each stream that it may need."""
+
+    oldest: list[int]
+    batches: Future[StepBatches]
+
+
+class StepLoader:
+    """Steps for one data-parallel rank: a `StatefulLoader`, whatever the order of its corpora.
 
     Steps are a pure function of (shards, configuration, seed, position): rank and dp only choose which of a step's
     micro-batches this rank is given, workers only who makes them.
     """
 
     def __init__(
-        self, reader: ShardReader, config: DataConfig, seed: int, rank: int, dp: int, start: Position | None = None
+        self, sources: Sequence[WindowSource], order: Order, config: DataConfig, rank: int, dp: int, start: Position
     ) -> None:
-        """reader: the training split; seed: of the data order; rank of dp data-parallel ranks; start: the first step.
+        """rank of dp data-parallel ranks; start: the first step.
 
-        Raises InputError if no pair fits the budget, for a `start` that these data do not have, and for damaged shards.
+        Raises InputError for a `start` that these data do not have, and for damaged shards.
         """
         if not 0 <= rank < dp:
             raise ValueError(f"expected a rank from 0 to {dp - 1}, found {rank}")
-        self._source = WindowSource(reader, config, seed)
+        self._sources, self._order = sources, order
+        self._micro_batches = config.micro_batches
         self._rank, self._dp = rank, dp
         self._ahead = STEPS_AHEAD * config.workers or 1
         self._prefetch = config.workers > 0
-        self._makers: _Pool = _Threads(config.workers, "batches") if config.workers else _Caller()
-        self._planner: _Pool = _Threads(1, "window") if config.workers else _Caller()
-        self._pending: deque[tuple[Window, Future[StepBatches]]] = deque()
-        self._following: Future[Window] | None = None
-        self._abandon = threading.Event()
+        self._makers: Pool = Threads(config.workers, "batches") if config.workers else Caller()
+        self._planner: Pool = Threads(1, "window") if config.workers else Caller()
+        self._streams = [
+            Stream(source, lanes_served(rank, dp, config.micro_batches, source.lanes), self._planner)
+            for source in sources
+        ]
+        self._pending: deque[_Pending] = deque()
         self._closed = False
         try:
-            self.seek(start if start is not None else Position())
+            self.seek(start)
         except BaseException:
             self.close()
             raise
@@ -100,46 +158,61 @@ class BlockLoader:
     @property
     def budget(self) -> int:
         """Padded tokens that a micro-batch may have a side."""
-        return self._source.budget
+        return self._sources[0].budget
 
     @property
     def left_out(self) -> int:
-        """Pairs of the whole split that no step holds, because one side is longer than the budget."""
-        return self._source.left_out
+        """Pairs of all corpora that no step holds, because one side is longer than the budget."""
+        return sum(source.left_out for source in self._sources)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest side of any pair that is trained on, EOS included."""
-        return self._source.longest
+        return max(source.longest for source in self._sources)
+
+    @property
+    def times_read(self) -> float:
+        """How many ranks read each byte of the corpora, on average."""
+        bytes_of = [sum(shard.bytes for shard in source.part.reader.index.shards) for source in self._sources]
+        times = [times_read(self._dp, self._micro_batches, source.lanes) for source in self._sources]
+        return sum(size * count for size, count in zip(bytes_of, times, strict=True)) / sum(bytes_of)
+
+    @property
+    def lanes_read_once(self) -> int:
+        """The fewest data.lanes with which these ranks would read each byte once."""
+        return lanes_read_once(self._dp, self._micro_batches)
 
     def next_step(self) -> StepBatches:
         """The micro-batches of the next step for this rank. Raises what making them has met, in whichever thread."""
         if self._closed:
             raise RuntimeError("the loader is closed")
         self._make_ahead()
-        window, future = self._pending[0]
-        step = future.result()
+        step = self._pending[0].batches.result()
         self._pending.popleft()
         self._position = step.next_position
-        if self._prefetch and self._following is None and window is self._window:
-            # Only now: before, the window of the steps just handed out would still be in memory as a third one.
-            self._following = self._load_following()
+        if self._prefetch:
+            oldest = self._pending[0].oldest if self._pending else [stream.oldest for stream in self._streams]
+            for stream, first in zip(self._streams, oldest, strict=True):
+                if stream.newest <= first:
+                    # Only now: before, the window of the steps just handed out would still be in memory as a third one.
+                    stream.request()
         return step
 
     def seek(self, position: Position) -> None:
-        """Continues at `position`: reads and plans one window, replays nothing. Raises InputError."""
+        """Continues at `position`: reads and plans one window of each corpus, replays nothing. Raises InputError."""
         self._drop()
-        if min(position.epoch, position.window, position.step) < 0 or position.window >= self._source.windows:
-            raise self._no_such(position, f"an epoch has {self._source.windows} windows")
-        window = self._source.load(position.epoch, position.window)
-        if position.step and position.step >= window.plan.steps:
-            raise self._no_such(position, f"that window has {window.plan.steps} steps")
-        self._window, self._step = window, position.step
+        self._step, places = self._order.places(position, self._streams)
+        for stream, place in zip(self._streams, places, strict=True):
+            stream.seek(place)
         self._position = position
 
     def largest_batches(self) -> list[Batch]:
-        """The two micro-batches that ask most of a device (see `WindowSource.largest_batches`)."""
-        return self._source.largest_batches()
+        """The micro-batch of most cells and the one of the longest pairs (see `WindowSource.largest_batches`)."""
+        fullest, longest = zip(*(source.largest_batches() for source in self._sources), strict=True)
+        return [
+            max(fullest, key=lambda batch: batch.padded_tokens),
+            max(longest, key=lambda batch: max(batch.source.shape[1], batch.labels.shape[1])),
+        ]
 
     def close(self) -> None:
         """Stops the background threads and waits for them; the loader gives no more steps."""
@@ -148,7 +221,7 @@ class BlockLoader:
         self._makers.close()
         self._planner.close()
 
-    def __enter__(self) -> "BlockLoader":
+    def __enter__(self: L) -> L:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -156,42 +229,82 @@ class BlockLoader:
 
     def _make_ahead(self) -> None:
         while len(self._pending) < self._ahead:
-            if self._step < self._window.plan.steps:
-                self._pending.append((self._window, self._submit(self._window, self._step)))
-                self._step += 1
-                continue
-            if self._following is None:
-                self._following = self._load_following()
-            if self._pending and (not self._following.done() or self._following.exception() is not None):
-                # Steps are left to hand out: no reason to wait yet, nor to fail before the step that cannot be had.
+            corpora = self._order.corpora(self._step)
+            if not self._ready(corpora):
                 return
-            self._window, self._step = self._following.result(), 0
-            self._following = None
+            oldest, epoch = [stream.oldest for stream in self._streams], min(s.epoch for s in self._streams)
+            slots = self._take(corpora)
+            self._step += 1
+            following = self._order.position(self._step, self._streams)
+            self._pending.append(_Pending(oldest, self._submit(slots, epoch, following)))
 
-    def _submit(self, window: Window, step: int) -> Future[StepBatches]:
-        return self._makers.submit(
-            lambda: StepBatches(
-                micro_batches=window.micro_batches(step, self._rank, self._dp),
-                epoch=window.epoch,
-                next_position=self._source.after(window, step),
-            )
-        )
+    def _ready(self, corpora: Sequence[int]) -> bool:
+        """Waits for the windows that a step needs; False if that can be left for later."""
+        for number, stream in enumerate(self._streams):
+            lanes = stream.source.lanes
+            counts = Counter(index % lanes for index, corpus in enumerate(corpora) if corpus == number)
+            while (window := stream.lacking([counts[lane] for lane in range(lanes)])) is not None:
+                if self._pending and (not window.done() or window.exception() is not None):
+                    # Steps are left to hand out: no reason to wait yet, nor to fail before the step that cannot be had.
+                    return False
+                window.result()
+        return True
 
-    def _load_following(self) -> Future[Window]:
-        position = self._source.after(self._window, self._window.plan.steps)
-        abandoned = self._abandon
-        return self._planner.submit(lambda: self._source.load(position.epoch, position.window, abandoned.is_set))
+    def _take(self, corpora: Sequence[int]) -> list[_Slot]:
+        """Moves all streams on by a step; the micro-batches of it that are this rank's."""
+        slots = []
+        for index, corpus in enumerate(corpora):
+            lane = index % self._streams[corpus].source.lanes
+            window, number = self._streams[corpus].take(lane)
+            if index % self._dp == self._rank:
+                slots.append(_Slot(index, window, lane, number))
+        return slots
+
+    def _submit(self, slots: Sequence[_Slot], epoch: int, following: Position) -> Future[StepBatches]:
+        # ceil(M / dp) on every rank: zero-weight ones where M ends.
+        missing = -(-self._micro_batches // self._dp) - len(slots)
+
+        def make() -> StepBatches:
+            batches = [slot.window.batch(slot.lane, slot.number, slot.place) for slot in slots]
+            return StepBatches([*batches, *(zero_weight_batch() for _ in range(missing))], epoch, following)
+
+        return self._makers.submit(make)
 
     def _drop(self) -> None:
-        self._abandon.set()
-        self._abandon = threading.Event()
-        for _, future in self._pending:
-            future.cancel()
+        for pending in self._pending:
+            pending.batches.cancel()
         self._pending.clear()
-        self._following = None
+        for stream in self._streams:
+            stream.drop()
 
-    def _no_such(self, position: Position, found: str) -> InputError:
-        return InputError(
-            f"expected data at {position}, but {found} in {self._source.reader.folder}: the position was recorded with "
-            "other shards or settings"
-        )
+
+class BlockLoader(StepLoader):
+    """The training split of one corpus as steps for one data-parallel rank."""
+
+    def __init__(
+        self, reader: ShardReader, config: DataConfig, seed: int, rank: int, dp: int, start: Position | None = None
+    ) -> None:
+        """reader: the training split; seed: of the data order; rank of dp data-parallel ranks; start: the first step.
+
+        Raises InputError if no pair fits the budget, for a `start` that these data do not have, and for damaged shards.
+        """
+        source = WindowSource(Part(reader), config, seed)
+        super().__init__([source], OneCorpus(config.micro_batches), config, rank, dp, start or Position())
+
+
+class MixtureLoader(StepLoader):
+    """The training splits of several corpora, mixed by `draw`, as steps for one data-parallel rank."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        draw: Draw,
+        config: DataConfig,
+        seed: int,
+        rank: int,
+        dp: int,
+        start: Position | None = None,
+    ) -> None:
+        """parts: the training split of each corpus; the rest as for `BlockLoader`, and raises the same."""
+        sources = [WindowSource(part, config, seed, mixed=True) for part in parts]
+        super().__init__(sources, MixtureOrder(draw), config, rank, dp, start or Position())

@@ -19,7 +19,7 @@ Lengths = NDArray[np.integer[Any]]
 Rows = NDArray[np.int64]
 
 # What a random stream is for. Part of the data order: changing a number changes every run.
-_BLOCK_ORDER, _WINDOW_PLAN = 1, 2
+_BLOCK_ORDER, _WINDOW_PLAN, MIXTURE_START = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,13 @@ class Plan:
         """Steps in the window; each has exactly M micro-batches."""
         return len(self.source_widths) // self.micro_batches
 
+    def piece(self, number: int) -> Rows:
+        """Pairs of micro-batch `number` of the window."""
+        return self.rows[self.offsets[number] : self.offsets[number + 1]]
+
     def rows_of(self, step: int, index: int) -> Rows:
         """Pairs of micro-batch `index` of a step."""
-        number = step * self.micro_batches + index
-        return self.rows[self.offsets[number] : self.offsets[number + 1]]
+        return self.piece(step * self.micro_batches + index)
 
     @property
     def cells(self) -> Rows:
@@ -72,15 +75,77 @@ def generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([part & (1 << 64) - 1 for part in key])))
 
 
-def window_blocks(block_pairs: Lengths, window_pairs: int, seed: int, epoch: int) -> list[Rows]:
-    """The blocks of each window of an epoch, ascending inside a window.
+def window_blocks(block_pairs: Lengths, window_pairs: int, lanes: int, seed: int, epoch: int) -> list[list[Rows]]:
+    """[window][lane]: the blocks of each window of an epoch, ascending.
 
-    Blocks are permuted by (seed, epoch); consecutive whole blocks make a window of at most window_pairs (one block at
-    least). Windows get equally many blocks, so that none is too small to be planned well.
+    Blocks are permuted by (seed, epoch) and dealt to the lanes, the largest first, so that lanes differ by one block at
+    most. Consecutive whole blocks of a lane make a window of at most window_pairs (one block at least). Windows of a
+    lane get equally many blocks, so that none is too small to be planned well; all lanes have the same number of
+    windows, some of them empty where blocks are few.
     """
     most = max(1, window_pairs // int(block_pairs.max()))
     order = generator(seed, epoch, _BLOCK_ORDER).permutation(len(block_pairs))
-    return [np.sort(part) for part in np.array_split(order, -(-len(order) // most))]
+    by_size = np.argsort(-block_pairs[order], kind="stable")
+    windows = -(-len(order) // (lanes * most))
+    dealt = (order[np.sort(by_size[lane::lanes])] for lane in range(lanes))
+    parts = [np.array_split(blocks, windows) for blocks in dealt]
+    return [[np.sort(lane[window]) for lane in parts] for window in range(windows)]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Pairs in planning order, cut wherever the budget is full: what a plan is made of, once its steps are known.
+
+    source, target [N]: lengths, EOS included; rows: those that fit the budget, in order; offsets: where they are cut.
+    rng: what is drawn next decides the order of steps.
+    """
+
+    source: Rows
+    target: Rows
+    rows: Rows
+    offsets: Rows
+    budget: int
+    rng: np.random.Generator
+
+    def steps(self, micro_batches: int) -> int:
+        """Steps of `micro_batches` each that hold all pieces."""
+        return -(-(len(self.offsets) - 1) // micro_batches)
+
+    def plan(self, micro_batches: int, steps: int) -> Plan:
+        """The plan of `steps` steps (at least `steps(micro_batches)`): pieces are split further until they are enough.
+
+        To be called once: it draws from rng.
+        """
+        source, target = self.source, self.target
+        longer = np.maximum(source, target)[self.rows]
+        offsets = split_to_count(self.offsets, longer, steps * micro_batches)
+        rows, offsets = _order_steps(self.rows, offsets, source, target, micro_batches, self.rng)
+        return Plan(
+            rows=rows,
+            offsets=offsets,
+            source_widths=_widths(source[rows], offsets),
+            target_widths=_widths(target[rows], offsets),
+            micro_batches=micro_batches,
+            budget=self.budget,
+            left_out=np.flatnonzero(np.maximum(source, target) > self.budget),
+            tokens=(int(source[rows].sum()), int(target[rows].sum())),
+        )
+
+
+def cut_window(source_lengths: Lengths, target_lengths: Lengths, budget: int, key: tuple[int, ...]) -> Cuts:
+    """Orders and cuts pairs of these lengths (both [N], EOS included): all that has to be known to count steps.
+
+    key: (seed, epoch, window), and the lane of all lanes but the first.
+    """
+    rng = generator(*key, _WINDOW_PLAN)
+    source = source_lengths.astype(np.int64)
+    target = target_lengths.astype(np.int64)
+    fits = np.flatnonzero(np.maximum(source, target) <= budget)
+    rows = two_dimensional_order(source, target, fits, budget, rng)
+    longer = np.maximum(source, target)[rows]
+    # A random first cut moves all later ones, so that also windows without equal lengths are cut anew each epoch.
+    first = int(rng.integers(1, budget // longer[0] + 1)) if len(rows) else 0
+    return Cuts(source, target, rows, cut_to_budget(longer, budget, first), budget, rng)
 
 
 def plan_window(
@@ -91,26 +156,8 @@ def plan_window(
     key: (seed, epoch, window). Every pair with both sides within the budget is in exactly one micro-batch; the number
     of micro-batches is a multiple of M, empty ones only where there are fewer than M pairs.
     """
-    rng = generator(*key, _WINDOW_PLAN)
-    source = source_lengths.astype(np.int64)
-    target = target_lengths.astype(np.int64)
-    fits = np.maximum(source, target) <= budget
-    rows = two_dimensional_order(source, target, np.flatnonzero(fits), budget, rng)
-    longer = np.maximum(source, target)[rows]
-    # A random first cut moves all later ones, so that also windows without equal lengths are cut anew each epoch.
-    first = int(rng.integers(1, budget // longer[0] + 1)) if len(rows) else 0
-    offsets = split_to_multiple(cut_to_budget(longer, budget, first), longer, micro_batches)
-    rows, offsets = _order_steps(rows, offsets, source, target, micro_batches, rng)
-    return Plan(
-        rows=rows,
-        offsets=offsets,
-        source_widths=_widths(source[rows], offsets),
-        target_widths=_widths(target[rows], offsets),
-        micro_batches=micro_batches,
-        budget=budget,
-        left_out=np.flatnonzero(~fits),
-        tokens=(int(source[rows].sum()), int(target[rows].sum())),
-    )
+    cuts = cut_window(source_lengths, target_lengths, budget, key)
+    return cuts.plan(micro_batches, cuts.steps(micro_batches))
 
 
 def plan_held_out(source_lengths: Lengths, target_lengths: Lengths, budget: int) -> Plan:
@@ -217,9 +264,9 @@ def cut_to_budget(longer: Rows, budget: int, first: int) -> Rows:
     return np.array(offsets, dtype=np.int64)
 
 
-def split_to_multiple(offsets: Rows, longer: Rows, micro_batches: int) -> Rows:
-    """Halves the largest pieces until their number is a multiple of M; where rows run out, adds empty pieces."""
-    while missing := -(len(offsets) - 1) % micro_batches:
+def split_to_count(offsets: Rows, longer: Rows, count: int) -> Rows:
+    """Halves the largest pieces until there are `count`; where rows run out, adds empty pieces."""
+    while missing := count - (len(offsets) - 1):
         sizes = np.diff(offsets)
         cost = np.where(sizes > 1, sizes * _widths(longer, offsets), 0)
         largest = np.argsort(-cost, kind="stable")[:missing]

@@ -1,47 +1,80 @@
-"""A window in memory: the ids of all its pairs in two flat arrays, and its plan; batches are cut from it.
+"""A window in memory: the ids of its pairs in two flat arrays for each lane, and their plan; batches are cut from it.
 
 B sentences in a micro-batch, S padded source length, T padded target length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.api import BOS, EOS, PAD, Batch, DataConfig, Position, zero_weight_batch
+from data_pipeline.api import BOS, EOS, PAD, Batch, DataConfig, zero_weight_batch
 from data_pipeline.errors import ConfigError, InputError, shown
-from data_pipeline.plan import Plan, Rows, largest_micro_batch, plan_window, window_blocks
+from data_pipeline.lanes import lanes_filled
+from data_pipeline.plan import Cuts, Plan, Rows, cut_window, largest_micro_batch, window_blocks
 from data_pipeline.ragged import Integers, positions_of, smallest_unsigned, starts_of
 from data_pipeline.shards import ShardReader
+
+NOTHING: Rows = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A prepared split as it takes part in training: alone, or as one corpus of a mixture.
+
+    tag: ids that are put in front of every source; number: of the corpus in the mixture; first_id: added to the
+    position of a pair in its split, so that no two corpora share a pair id.
+    """
+
+    reader: ShardReader
+    name: str = ""
+    tag: tuple[int, ...] = ()
+    number: int = 0
+    first_id: int = 0
+
+    def tokens(self, pairs: slice | Rows = slice(None)) -> tuple[Rows, Rows]:
+        """(source, target) lengths of some pairs of the split (default all) as they are trained on, tag and EOS too."""
+        lengths = self.reader.lengths[pairs]
+        return (
+            lengths[:, 0].astype(np.int64) + len(self.tag) + 1,
+            lengths[:, 1].astype(np.int64) + 1,
+        )
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a run of pairs: pair i is flat[starts[i] : starts[i] + lengths[i]], without EOS."""
+    """One side of a run of pairs: pair i is the prefix and flat[starts[i] : starts[i] + lengths[i]], without EOS."""
 
     flat: Integers
     starts: Rows
-    lengths: Rows
+    lengths: Integers
+    prefix: Rows
+
+    def tokens(self, rows: Rows) -> Rows:
+        """Tokens of some pairs, prefix and EOS included."""
+        return self.lengths[rows].astype(np.int64) + len(self.prefix) + 1
 
     def padded(self, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(ids EOS PAD... [B, longest + 1], where ids stand [B, longest + 1]) of some pairs."""
-        lengths = self.lengths[rows]
-        width = int(lengths.max()) + 1
-        inside = np.arange(width) < lengths[:, None]
+        """(prefix ids EOS PAD... [B, longest], where prefix and ids stand [B, longest]) of some pairs."""
+        tokens, before = self.tokens(rows), len(self.prefix)
+        width = int(tokens.max())
+        inside = np.arange(width) < tokens[:, None] - 1
         ids = np.full((len(rows), width), PAD, dtype=np.int64)
-        ids[inside] = self.flat[positions_of(self.starts[rows], lengths)]
-        ids[np.arange(len(rows)), lengths] = EOS
+        ids[:, :before] = self.prefix
+        ids[:, before:][inside[:, before:]] = self.flat[positions_of(self.starts[rows], self.lengths[rows])]
+        ids[np.arange(len(rows)), tokens - 1] = EOS
         return ids, inside
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs in memory. ids [N]: position of each in the prepared data."""
+    """Pairs in memory. ids [N]: position of each in the prepared data; corpus: their corpus' number in the mixture."""
 
     source: Side
     target: Side
     ids: Rows
+    corpus: int
 
     def batch(self, rows: Rows, index: int) -> Batch:
         """The micro-batch of these pairs (by position in this object); no pairs give a zero-weight one."""
@@ -56,20 +89,28 @@ class Pairs:
             source=source,
             target_in=target_in,
             labels=labels,
-            source_lengths=self.source.lengths[rows] + 1,
-            target_lengths=self.target.lengths[rows] + 1,
+            source_lengths=self.source.tokens(rows),
+            target_lengths=self.target.tokens(rows),
             pair_ids=self.ids[rows],
             index=index,
+            corpus=self.corpus,
         )
 
 
-def read_blocks(reader: ShardReader, blocks: Rows, stop: Callable[[], bool] = lambda: False) -> Pairs:
-    """Reads whole blocks into one flat array a side: two bytes a token, so 100 MB for a million pairs of 25 + 25.
+def pairs_of(reader: ShardReader, blocks: Rows) -> Rows:
+    """Positions in the split of all pairs of these blocks."""
+    starts = reader.block_starts
+    return np.concatenate([NOTHING, *(np.arange(starts[b], starts[b + 1]) for b in blocks)])
+
+
+def read_blocks(part: Part, blocks: Rows, stop: Callable[[], bool] = lambda: False) -> Pairs:
+    """Reads whole blocks into one flat array a side: two bytes a token.
 
     stop: asked before each block; once it says True, StoppedError is raised. Raises InputError for damaged shards.
     """
-    ids = np.concatenate([np.arange(reader.block_starts[b], reader.block_starts[b + 1]) for b in blocks])
-    lengths = reader.lengths[ids].astype(np.int64)
+    reader = part.reader
+    ids = pairs_of(reader, blocks)
+    lengths = reader.lengths[ids]
     starts = (starts_of(lengths[:, 0]), starts_of(lengths[:, 1]))
     dtype = smallest_unsigned(reader.index.vocab_size - 1)
 
@@ -79,11 +120,12 @@ def read_blocks(reader: ShardReader, blocks: Rows, stop: Callable[[], bool] = la
         if stop():
             raise StoppedError
         block = reader.block(int(number))
-        for side, part in enumerate((block.source, block.target)):
-            flats[side][filled[side] : filled[side] + len(part)] = part
-            filled[side] += len(part)
-    source, target = (Side(flats[i], starts[i][:-1], lengths[:, i]) for i in (0, 1))
-    return Pairs(source, target, ids)
+        for side, flat in enumerate((block.source, block.target)):
+            flats[side][filled[side] : filled[side] + len(flat)] = flat
+            filled[side] += len(flat)
+    prefixes = (np.array(part.tag, dtype=np.int64), NOTHING)
+    source, target = (Side(flats[i], starts[i][:-1], lengths[:, i], prefixes[i]) for i in (0, 1))
+    return Pairs(source, target, ids + part.first_id, part.number)
 
 
 class StoppedError(Exception):
@@ -91,21 +133,40 @@ class StoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class Window:
-    """Window `number` of an epoch: its pairs and its plan."""
+class Lane:
+    """One lane of a window: its pairs and their plan, which has M / L micro-batches for each step."""
 
-    epoch: int
-    number: int
     pairs: Pairs
     plan: Plan
 
-    def micro_batches(self, step: int, rank: int, dp: int) -> list[Batch]:
-        """Micro-batches rank, rank + dp, ... of a step: ceil(M / dp) on every rank, zero-weight ones where M ends."""
-        count = self.plan.micro_batches
-        return [
-            self.pairs.batch(self.plan.rows_of(step, index), index) if index < count else zero_weight_batch()
-            for index in range(rank, -(-count // dp) * dp, dp)
-        ]
+
+@dataclass(frozen=True)
+class Window:
+    """Window `number` of an epoch: those of its lanes that this rank serves.
+
+    micro_batches: how many every lane gives, also those that are not here: lanes of a window end together.
+    """
+
+    epoch: int
+    number: int
+    micro_batches: int
+    lanes: Mapping[int, Lane]
+
+    @property
+    def padding(self) -> float:
+        """Share of all cells of these lanes that hold no token."""
+        tokens = sum(sum(lane.plan.tokens) for lane in self.lanes.values())
+        return 1.0 - tokens / max(1, sum(int(lane.plan.cells.sum()) for lane in self.lanes.values()))
+
+    @property
+    def fill(self) -> float:
+        """Real tokens of the larger side of each lane over the budget of all its micro-batches; mean of the lanes."""
+        return sum(lane.plan.fill for lane in self.lanes.values()) / max(1, len(self.lanes))
+
+    def batch(self, lane: int, number: int, index: int) -> Batch:
+        """Micro-batch `number` of a lane, as micro-batch `index` of a step."""
+        here = self.lanes[lane]
+        return here.pairs.batch(here.plan.piece(number), index)
 
 
 def micro_batch_budget(config: DataConfig) -> int:
@@ -120,68 +181,90 @@ def micro_batch_budget(config: DataConfig) -> int:
             f"data.batch_tokens is {config.batch_tokens} for data.micro_batches={config.micro_batches}: expected at "
             f"least {2 * config.micro_batches}, room for a token and EOS in each micro-batch"
         )
+    if config.micro_batches % config.lanes:
+        raise ConfigError(
+            f"data.lanes is {config.lanes}: expected a divisor of data.micro_batches={config.micro_batches}"
+        )
     return budget
 
 
 class WindowSource:
-    """The training split as windows: each a pure function of (shards, configuration, seed, epoch, number).
+    """A corpus as windows: each a pure function of (shards, configuration, seed, epoch, number).
 
-    budget: padded tokens of a micro-batch, a side. left_out: pairs of the whole split that no window's plan holds,
-    because one side is longer than the budget. windows: how many an epoch has.
+    lanes: that its blocks are dealt to (data.lanes, or fewer if it has fewer blocks). per_step: a lane's micro-batches
+    are a multiple of this. budget: padded tokens of a micro-batch, a side. left_out: pairs of the whole split that no
+    window's plan holds, because one side is longer than the budget. longest: tokens of the longest side of any pair
+    that is trained on, EOS included. windows: how many an epoch has.
     """
 
-    def __init__(self, reader: ShardReader, config: DataConfig, seed: int) -> None:
-        """Raises ConfigError, and InputError if no pair fits the budget."""
-        self.reader = reader
+    def __init__(self, part: Part, config: DataConfig, seed: int, mixed: bool = False) -> None:
+        """mixed: the corpus gives steps some of their micro-batches only, so its windows need no whole steps.
+
+        Raises ConfigError, and InputError if no pair fits the budget.
+        """
+        self.part = part
         self.budget = micro_batch_budget(config)
-        self._config = config
+        self.lanes = lanes_filled(config.lanes, part.reader.blocks)
+        self.per_step = 1 if mixed else config.micro_batches // self.lanes
+        self._window_pairs = config.window_pairs
         self._seed = seed
-        self._longest = reader.lengths.max(axis=1).astype(np.int64) + 1
-        self.left_out = int((self._longest > self.budget).sum())
-        if self.left_out == len(self._longest):
+        longer = np.maximum(*part.tokens())
+        fits = longer <= self.budget
+        self.left_out = len(fits) - int(np.count_nonzero(fits))
+        if self.left_out == len(fits):
             raise InputError(
-                f"no pair of {reader.folder} fits into a micro-batch of data.batch_tokens / data.micro_batches = "
-                f"{self.budget} tokens (the shortest needs {int(self._longest.min())}): raise data.batch_tokens"
+                f"no pair of {part.reader.folder} fits into a micro-batch of data.batch_tokens / data.micro_batches = "
+                f"{self.budget} tokens (the shortest needs {int(longer.min())}): raise data.batch_tokens"
             )
+        self.longest = int(longer[fits].max())
         self.windows = len(self._blocks(0))
 
-    def _blocks(self, epoch: int) -> list[Rows]:
-        return window_blocks(self.reader.block_pairs, self._config.window_pairs, self._seed, epoch)
+    def _blocks(self, epoch: int) -> list[list[Rows]]:
+        return window_blocks(self.part.reader.block_pairs, self._window_pairs, self.lanes, self._seed, epoch)
 
-    def load(self, epoch: int, number: int, stop: Callable[[], bool] = lambda: False) -> Window:
-        """Reads and plans a window. Raises InputError for damaged shards, StoppedError once stop() says True."""
-        pairs = read_blocks(self.reader, self._blocks(epoch)[number], stop)
-        key = (self._seed, epoch, number)
-        sides = (pairs.source.lengths + 1, pairs.target.lengths + 1)
-        return Window(epoch, number, pairs, plan_window(*sides, self.budget, self._config.micro_batches, key))
+    def load(
+        self, epoch: int, number: int, served: Collection[int], stop: Callable[[], bool] = lambda: False
+    ) -> Window:
+        """Plans a window and reads the lanes in `served`. Of the others only lengths are looked at: how many steps the
+        window has is decided by the lane that needs most.
 
-    def after(self, window: Window, step: int) -> Position:
-        """Where the step after `step` of a window starts."""
-        if step + 1 < window.plan.steps:
-            return Position(window.epoch, window.number, step + 1)
-        if window.number + 1 < self.windows:
-            return Position(window.epoch, window.number + 1, 0)
-        return Position(window.epoch + 1, 0, 0)
+        Raises InputError for damaged shards, StoppedError once stop() says True.
+        """
+        blocks = self._blocks(epoch)[number]
+        cuts: dict[int, Cuts] = {}
+        steps = 0
+        for lane in range(self.lanes):
+            if stop():
+                raise StoppedError
+            sides = self.part.tokens(pairs_of(self.part.reader, blocks[lane]))
+            key = (self._seed, epoch, number, lane) if lane else (self._seed, epoch, number)
+            cut = cut_window(*sides, self.budget, key)
+            steps = max(steps, cut.steps(self.per_step))
+            if lane in served:
+                cuts[lane] = cut
+        lanes = {
+            lane: Lane(read_blocks(self.part, blocks[lane], stop), cut.plan(self.per_step, steps))
+            for lane, cut in cuts.items()
+        }
+        return Window(epoch, number, steps * self.per_step, lanes)
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest side of any pair that is trained on, EOS included."""
-        return int(self._longest[self._longest <= self.budget].max())
+    def after(self, epoch: int, number: int) -> tuple[int, int]:
+        """(epoch, number) of the next window."""
+        return (epoch, number + 1) if number + 1 < self.windows else (epoch + 1, 0)
 
-    def largest_batches(self) -> list[Batch]:
+    def largest_batches(self) -> tuple[Batch, Batch]:
         """The micro-batches that ask most of a device: one with as many cells as any micro-batch of any window and
         epoch can have (activations and logits), and one of the longest pairs (attention). For dry runs.
 
         Both are made of pairs of the whole split, chosen by length alone; only the blocks that hold them are read.
         """
-        lengths = self.reader.lengths.astype(np.int64) + 1
-        fullest = largest_micro_batch(lengths[:, 0], lengths[:, 1], self.budget)
-        fits = np.flatnonzero(self._longest <= self.budget)
-        ranked = fits[np.argsort(-self._longest[fits], kind="stable")]
-        longest = ranked[: self.budget // int(self._longest[ranked[0]])]
-        return [self._batch_of(fullest, 0), self._batch_of(longest, 1)]
+        fullest = largest_micro_batch(*self.part.tokens(), self.budget)
+        longer = np.maximum(*self.part.tokens())
+        fits = np.flatnonzero(longer <= self.budget)
+        longest = fits[np.argsort(-longer[fits], kind="stable")][: self.budget // self.longest]
+        return self._batch_of(fullest, 0), self._batch_of(longest, 1)
 
-    def _batch_of(self, ids: Rows, index: int) -> Batch:
-        blocks = np.unique(np.searchsorted(self.reader.block_starts, ids, side="right") - 1)
-        pairs = read_blocks(self.reader, blocks)
-        return pairs.batch(np.searchsorted(pairs.ids, ids), index)
+    def _batch_of(self, pairs: Rows, index: int) -> Batch:
+        blocks = np.unique(np.searchsorted(self.part.reader.block_starts, pairs, side="right") - 1)
+        read = read_blocks(self.part, blocks)
+        return read.batch(np.searchsorted(read.ids, pairs + self.part.first_id), index)

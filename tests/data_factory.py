@@ -55,6 +55,22 @@ def write_split(
     return index
 
 
+def make_uneven_reader(
+    folder: Path, lengths: np.ndarray, shard_pairs: Sequence[int], pairs_per_block: int
+) -> ShardReader:
+    """A reader of freshly written shards that hold shard_pairs pairs, each with a last block of its own."""
+    target = folder / "train"
+    target.mkdir(parents=True)
+    first, shards = 0, []
+    for number, (start, pairs) in enumerate(zip(np.cumsum([0, *shard_pairs]), shard_pairs, strict=False)):
+        blocks = make_blocks(lengths[start : start + pairs], pairs_per_block, seed=number)
+        shards.append(write_shard(target, "train", number, first, blocks))
+        first += len(blocks)
+    index = Index(FORMAT_VERSION, CHECKSUM, VOCABULARY, dict(SPECIAL_IDS), "f" * 64, "train", tuple(shards))
+    write_index(target, index)
+    return ShardReader(target, index, CHECKSUM)
+
+
 def make_reader(folder: Path, lengths: np.ndarray, **layout: int) -> ShardReader:
     """A reader of freshly written shards."""
     index = write_split(folder, lengths, **layout)

@@ -35,6 +35,8 @@ def check_sections(sections: Mapping[str, Any]) -> None:
             f"data.micro_batches: expected at most data.batch_tokens / 2 = {data.batch_tokens // 2} "
             f"(a micro-batch holds at least 2 tokens a side), found {data.micro_batches}"
         )
+    if data.micro_batches % data.lanes:
+        faults.append(f"data.lanes: expected a divisor of data.micro_batches={data.micro_batches}, found {data.lanes}")
     faults += decode_faults(sections["decode"])
     if sections["checkpoint"].best_metric == "valid_bleu" and not sections["decode"].valid_sentences:
         faults.append(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from data_pipeline.errors import ConfigError, InputError
 from data_pipeline.loader import BlockLoader
 from data_pipeline.shards import ShardReader
 from data_pipeline.validation import ValidationBatches
+from data_pipeline.window import Part, WindowSource
 from tests.data_factory import make_blocks, make_reader, random_lengths
 
 LENGTHS = random_lengths(1500, seed=5)
@@ -203,6 +205,8 @@ def test_impossible_budgets_are_explained(tmp_path: Path) -> None:
         BlockLoader(reader, DataConfig(batch_tokens=7, micro_batches=4), 1, 0, 1)
     with pytest.raises(InputError, match=r"= 12 tokens \(the shortest needs 13\): raise data\.batch_tokens"):
         BlockLoader(reader, DataConfig(batch_tokens=48, micro_batches=4), 1, 0, 1)
+    with pytest.raises(ConfigError, match=r"data\.lanes is 3: expected a divisor of data\.micro_batches=4"):
+        BlockLoader(reader, DataConfig(batch_tokens=52, micro_batches=4, lanes=3), 1, 0, 1)
     BlockLoader(reader, DataConfig(batch_tokens=52, micro_batches=4), 1, 0, 1).close()
 
 
@@ -247,6 +251,19 @@ def test_the_time_to_the_first_batch_reads_one_window(reader: ShardReader, monke
         assert len(read) == 6, "24 blocks in 4 windows: a position far away replays nothing"
 
 
+def test_the_memory_of_a_window_is_bounded(tmp_path: Path) -> None:
+    lengths = random_lengths(30_000, seed=3)
+    source = WindowSource(Part(make_reader(tmp_path, lengths, pairs_per_block=2048)), DataConfig(), 1)
+    tracemalloc.start()
+    window = source.load(0, 0, {0})
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(window.lanes[0].pairs.ids) == len(lengths)
+    ids = 2 * int(lengths.sum())
+    assert ids + 30 * len(lengths) < held < ids + 40 * len(lengths), "what docs/data.md says"
+    assert peak < ids + 140 * len(lengths)
+
+
 def test_largest_batches_bound_every_batch(reader: ShardReader) -> None:
     with BlockLoader(reader, CONFIG, 1, 0, 1) as loader:
         fullest, longest = loader.largest_batches()
@@ -284,7 +301,7 @@ def test_a_budget_beyond_all_data_costs_no_memory(reader: ShardReader, tokens: i
     config = DataConfig(batch_tokens=tokens, micro_batches=4, window_pairs=400, workers=0)
     ids = [i for step in one_epoch(reader, config) for batch in step.micro_batches for i in batch.pair_ids.tolist()]
     assert sorted(ids) == list(range(len(LENGTHS)))
-    assert len(ValidationBatches(reader, tokens // 4, 0, 1)) == 1
+    assert len(ValidationBatches([Part(reader)], tokens // 4, 0, 1)) == 1
     with BlockLoader(reader, config, 1, 0, 1) as loader:
         assert len(loader.largest_batches()[0].pair_ids) == len(LENGTHS)
 
@@ -299,7 +316,7 @@ def test_validation_covers_exactly_every_pair_on_any_number_of_ranks(tmp_path: P
     lengths = random_lengths(150, seed=9)
     lengths[17] = (90, 30)
     reader = make_reader(tmp_path, lengths, pairs_per_block=32)
-    ranks = [ValidationBatches(reader, 60, rank, dp) for rank in range(dp)]
+    ranks = [ValidationBatches([Part(reader)], 60, rank, dp) for rank in range(dp)]
     assert len({len(batches) for batches in ranks}) == 1
     assert all(len(list(batches)) == len(batches) for batches in ranks)
     everything = [batch for batches in ranks for batch in batches]

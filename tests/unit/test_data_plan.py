@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from data_pipeline.plan import (
     Plan,
     cut_to_budget,
+    cut_window,
+    generator,
     largest_micro_batch,
     plan_held_out,
     plan_window,
-    split_to_multiple,
+    split_to_count,
     window_blocks,
 )
 from tests.data_factory import random_lengths
@@ -170,7 +172,7 @@ import hashlib, numpy as np
 from data_pipeline.plan import plan_window, window_blocks
 lengths = np.random.default_rng(0).integers(1, 50, (4000, 2))
 plan = plan_window(lengths[:, 0], lengths[:, 1], 500, 4, (3, 1, 2))
-blocks = np.concatenate(window_blocks(np.full(40, 100), 1000, 3, 1))
+blocks = np.concatenate([b for w in window_blocks(np.full(40, 100), 1000, 2, 3, 1) for b in w])
 print(hashlib.sha256(plan.rows.tobytes() + plan.offsets.tobytes() + blocks.tobytes()).hexdigest())
 """
 
@@ -193,27 +195,63 @@ def test_the_plan_does_not_depend_on_the_hash_seed() -> None:
 @given(
     block_pairs=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     window_pairs=st.integers(1, 400),
+    lanes=st.integers(1, 6),
     epoch=st.integers(0, 5),
 )
-def test_windows_hold_every_block_once_and_are_bounded(block_pairs: list[int], window_pairs: int, epoch: int) -> None:
+def test_windows_hold_every_block_once_and_are_bounded(
+    block_pairs: list[int], window_pairs: int, lanes: int, epoch: int
+) -> None:
     sizes = np.array(block_pairs)
-    windows = window_blocks(sizes, window_pairs, 1, epoch)
-    assert sorted(np.concatenate(windows).tolist()) == list(range(len(sizes)))
-    assert all(sizes[w].sum() <= window_pairs or len(w) == 1 for w in windows)
-    assert max(map(len, windows)) - min(map(len, windows)) <= 1, "no window is left with a remnant"
+    windows = window_blocks(sizes, window_pairs, lanes, 1, epoch)
+    assert {len(window) for window in windows} == {lanes}
+    assert sorted(np.concatenate([lane for window in windows for lane in window]).tolist()) == list(range(len(sizes)))
+    assert all(sizes[lane].sum() <= window_pairs or len(lane) == 1 for window in windows for lane in window)
+    for lane in range(lanes):
+        counts = [len(window[lane]) for window in windows]
+        assert max(counts) - min(counts) <= 1, "no window is left with a remnant"
+    pairs = [sum(int(sizes[window[lane]].sum()) for window in windows) for lane in range(lanes)]
+    assert max(pairs) - min(pairs) <= sizes.max(), "lanes are alike within a block"
 
 
 def test_blocks_are_dealt_anew_each_epoch() -> None:
     sizes = np.full(100, 10)
-    orders = {tuple(tuple(w.tolist()) for w in window_blocks(sizes, 100, 1, epoch)) for epoch in range(4)}
-    assert len(orders) == 4
+    for lanes in (1, 2):
+        lane = [
+            tuple(tuple(window[lanes - 1].tolist()) for window in window_blocks(sizes, 100, lanes, 1, epoch))
+            for epoch in range(4)
+        ]
+        assert len(set(lane)) == 4
+        members = {frozenset(block for window in epoch for block in window) for epoch in lane}
+        assert len(members) == (4 if lanes > 1 else 1), "also which lane a block goes to"
+
+
+def test_one_lane_has_the_order_of_the_permutation() -> None:
+    sizes = np.array([5, 1, 5, 3, 5, 5, 2])
+    windows = [window[0].tolist() for window in window_blocks(sizes, 15, 1, 4, 2)]
+    order = generator(4, 2, 1).permutation(7)
+    assert windows == [sorted(part.tolist()) for part in np.array_split(order, 3)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=lengths_strategy, per_step=st.integers(1, 4), more=st.integers(0, 3))
+def test_a_lane_gives_as_many_micro_batches_as_the_longest_one(
+    lengths: list[tuple[int, int]], per_step: int, more: int
+) -> None:
+    table = np.array(lengths).reshape(-1, 2)
+    cuts = cut_window(table[:, 0], table[:, 1], 60, (1, 0, 0, 3))
+    steps = cuts.steps(per_step) + more
+    plan = cuts.plan(per_step, steps)
+    assert plan.steps == steps
+    sizes = [len(part) for part in pieces(plan)]
+    assert sorted(np.concatenate([[], *pieces(plan)]).tolist()) == list(range(len(table)))
+    assert 0 not in sizes or max(sizes) <= 1, "empty ones only where pairs run out"
 
 
 def test_splitting_takes_the_largest_first() -> None:
     longer = np.full(12, 5)
-    offsets = split_to_multiple(np.array([0, 2, 10, 12]), longer, 4)
+    offsets = split_to_count(np.array([0, 2, 10, 12]), longer, 4)
     assert offsets.tolist() == [0, 2, 6, 10, 12]
-    assert split_to_multiple(np.array([0, 1, 2]), longer[:2], 4).tolist() == [0, 1, 2, 2, 2]
+    assert split_to_count(np.array([0, 1, 2]), longer[:2], 4).tolist() == [0, 1, 2, 2, 2]
 
 
 @settings(max_examples=150, deadline=None)

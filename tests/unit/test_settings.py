@@ -45,6 +45,13 @@ def test_a_file_extends_another_and_overrides_come_last(tmp_path: Path) -> None:
     assert config.train.run_dir == "2024", "an override of a text field stays text"
 
 
+def test_lanes_divide_the_micro_batches(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("data: {micro_batches: 6, lanes: 4}\n")
+    sections = load_sections(str(tmp_path / "c.yaml"), [], SECTIONS)
+    with pytest.raises(ConfigError, match=r"data\.lanes: expected a divisor of data\.micro_batches=6, found 4"):
+        check_sections(sections)
+
+
 def test_two_misspelt_keys_and_two_wrong_values_are_named_together(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("train: {stepz: 3}\nmodle: {dropout: 0.1}\n")
