@@ -238,6 +238,8 @@ def serve(rules: Rules, requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C reaches the whole process group; the caller decides what happens, the end of the input tells us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole process group, a Slurm job's signals all processes of a step; the caller decides what
+    # happens, the end of the input tells us.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     serve(Rules(**json.loads(sys.argv[1])), sys.stdin.buffer, sys.stdout.buffer)

@@ -16,6 +16,8 @@ class DistTfmError(Exception):
     exit_code = 1
     shared = False
     """Every rank of the job raises this same error, so that one of them is enough to print it."""
+    secondhand = False
+    """It only says that another process has gone; what ended that one is the reason."""
 
 
 class RunError(DistTfmError):

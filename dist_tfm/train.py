@@ -15,6 +15,7 @@ from data_pipeline.settings import run_main
 from dist_tfm.config.loading import SECTIONS, check_sections, make_config
 from dist_tfm.config.schema import Config
 from dist_tfm.errors import ConfigError
+from dist_tfm.parallel.attempt import recorded
 from dist_tfm.parallel.environment import Ranks, cores_per_rank, read_ranks, speaks_for_all
 from dist_tfm.parallel.memory import keep_freed_memory
 from dist_tfm.training.signals import StopRequest
@@ -47,9 +48,7 @@ def main(argv: Sequence[str]) -> int:
         if ranks.world_size == 1:
             raise
         fault = error  # told to all ranks once they have met, so that one says it and none waits for another
-    stop = StopRequest(speaks=ranks.rank == 0)
-    if not dry_run:
-        stop.install()  # a rehearsal has nothing to save: signals end it at once
+    stop = StopRequest(speaks=ranks.rank == 0).install(ranks.launcher, rehearsal=dry_run)
     return _launch(config, ranks, dry_run, stop, fault)
 
 
@@ -68,8 +67,7 @@ def _launch(config: Config, ranks: Ranks, dry_run: bool, stop: StopRequest, faul
         session.agree_on_configuration(config, topology, fault)
         return rehearsal.rehearse(config, topology) if dry_run else session.run(config, topology, stop)
     except RuntimeError as error:
-        known = describe_fault(error, ranks)
-        if known is None:
+        if (known := describe_fault(error, ranks)) is None:
             raise
         raise known from error
     finally:
@@ -77,4 +75,4 @@ def _launch(config: Config, ranks: Ranks, dry_run: bool, stop: StopRequest, faul
 
 
 if __name__ == "__main__":
-    run_main(lambda: main(sys.argv[1:]), speaks_for_all)
+    run_main(recorded(lambda: main(sys.argv[1:])), speaks_for_all)

@@ -5,10 +5,12 @@ import sys
 from typing import NoReturn
 
 from data_pipeline.settings import run_main
+from dist_tfm.parallel.attempt import recorded
 from dist_tfm.parallel.environment import speaks_for_all
 
 VERBS = {
     "quickstart": ("launch.quickstart", "prepare, train and score a small model on the embedded corpus"),
+    "preflight": ("launch.preflight", "check that a run can start, on the processes that will train it"),
     "train": ("dist_tfm.train", "train a model (resumes by itself)"),
     "evaluate": ("dist_tfm.evaluate", "score translations, or how probable a model finds given ones"),
     "average": ("dist_tfm.average", "average the weights of a run"),
@@ -31,4 +33,4 @@ def main() -> NoReturn:
         print(f"error: unknown verb {verb!r}; expected one of: {', '.join(VERBS)}", file=sys.stderr)
         sys.exit(2)
     program = importlib.import_module(VERBS[verb][0])
-    run_main(lambda: program.main(rest), speaks_for_all)
+    run_main(recorded(lambda: program.main(rest)), speaks_for_all)

@@ -110,11 +110,16 @@ def start_job(
         return subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def start_ranks(commands: Sequence[Sequence[str]], logs: Sequence[Path], **variables: str) -> list[Job]:
     """Starts one process a command, as ranks 0, 1, ... of one job, without a launcher. variables: added for all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     size = str(len(commands))
     shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     jobs = []

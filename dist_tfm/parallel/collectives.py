@@ -6,7 +6,8 @@ JSON. Nothing is pickled. A group talks over the CPU (gloo), also where the mode
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from threading import Thread
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -133,21 +134,40 @@ def together(group: Group, doing: str, work: Callable[[], T]) -> T:
     raise error
 
 
-def first_rank_alone(group: Group, doing: str, work: Callable[[], None], heartbeat: float = 5.0) -> None:
+def first_rank_alone(
+    group: Group,
+    doing: str,
+    work: Callable[[], None],
+    stop: Callable[[], bool] | None = None,
+    heartbeat: float = 2.0,
+) -> bool:
     """Rank 0 does `work`, which may take hours; the others wait, in small steps, so that no collective times out.
 
-    If it fails, every rank raises.
+    False if `stop` came true on any rank before the work was done: rank 0's thread is still at it then, and the caller
+    must end the process. If the work fails, every rank raises.
     """
-    if group.size == 1:
+    if group.size == 1 and stop is None:
         work()
-        return
-    if group.rank > 0:
-        while not group.sum_ints([0])[0]:
-            pass
-        together(group, doing, lambda: None)
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="rank-0-work") as pool:
-        future = pool.submit(work)
-        while not group.sum_ints([int(future.done())])[0]:
+        return True
+    future: Future[None] = Future()
+    if group.rank == 0:
+        Thread(target=_fulfil, args=(future, work), name="rank-0-work", daemon=stop is not None).start()
+    while True:
+        if group.rank == 0:
             wait([future], timeout=heartbeat)
-    together(group, doing, future.result)
+        done, stops = group.sum_ints([int(future.done()), int(stop is not None and stop())])
+        if done:
+            break
+        if stops:
+            return False
+    together(group, doing, future.result if group.rank == 0 else lambda: None)
+    return True
+
+
+def _fulfil(future: "Future[None]", work: Callable[[], None]) -> None:
+    try:
+        work()
+    except BaseException as fault:
+        future.set_exception(fault)
+    else:
+        future.set_result(None)

@@ -78,10 +78,12 @@ def describe_fault(fault: RuntimeError, ranks: Ranks) -> RunError | None:
             "set train.activation_checkpointing=full or use a smaller model"
         )
     if (isinstance(fault, dist.DistError) or "gloo" in text) and any(sign in text for sign in _LOST):
-        return RunError(
+        lost = RunError(
             f"rank {ranks.rank} lost another process of the job ({detail}): the output of that process says why; "
             "the same command goes on from the newest checkpoint"
         )
+        lost.secondhand = True
+        return lost
     return None
 
 
@@ -119,10 +121,12 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta) -> Group:
         control = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError) as fault:  # torch's DistError family derives from RuntimeError
         meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RunError(
+        alone = RunError(
             f"rank {ranks.rank} did not meet the other {ranks.world_size - 1} process(es) at {meeting}: "
             f"check that all of them were started and that the port is free ({fault})"
-        ) from fault
+        )
+        alone.secondhand = True
+        raise alone from fault
     assert control is not None  # a member of the group gets it
     return ProcessGroup(control)
 

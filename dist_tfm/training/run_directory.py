@@ -14,8 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data_pipeline.files import write_bytes_atomically
 from dist_tfm.config.loading import config_to_yaml, forbidden_changes, read_config
 from dist_tfm.config.schema import Config
@@ -24,7 +22,7 @@ from dist_tfm.metrics.writers import last_step
 
 OWN_NAMES = frozenset(
     {"config.yaml", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints", "snapshots", "averaged"}
-    | {"DONE", ".lock"}
+    | {"DONE", ".lock", "errors", "logs"}
 )
 PACKAGES = (
     "dist-tfm",
@@ -163,6 +161,8 @@ def refuse_changes(where: Path, saved: Config, asked: Config) -> None:
 
 def describe_environment(launcher: str, hosts: list[str], devices: list[str]) -> dict[str, Any]:
     """What an attempt ran on: one entry of environment.json."""
+    import torch  # seconds, which those who only look at a run directory do not wait for
+
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": _commit(),

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import os
 import platform
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
@@ -32,6 +34,7 @@ from dist_tfm.metrics.writers import (
 from dist_tfm.model.counting import parameter_counts
 from dist_tfm.model.initialization import deep_norm_gain, initialize
 from dist_tfm.model.transformer import Transformer
+from dist_tfm.parallel.attempt import note_stopped
 from dist_tfm.parallel.collectives import first_rank_alone, together
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.corpus import Corpus, open_corpus
@@ -71,7 +74,8 @@ def run(config: Config, topology: Topology, stop: StopRequest) -> int:
         if checkpoint is not None and progress.step >= config.train.steps:
             _say_finished(setting, progress.step)
             return 0
-        prepare_shards(config, topology, console)
+        if not prepare_shards(config, topology, console, stop):
+            _leave_preparation(setting, stop)
         start = progress.position
         corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data, start))
         stack.callback(corpus.loader.close)
@@ -128,13 +132,25 @@ def build_engine(config: Config, vocab_size: int, topology: Topology) -> Engine:
     )
 
 
-def prepare_shards(config: Config, topology: Topology, console: Console) -> None:
-    """Prepares missing shards: the first rank does it, the others wait."""
-    first_rank_alone(
+def prepare_shards(config: Config, topology: Topology, console: Console, stop: StopRequest | None = None) -> bool:
+    """Prepares missing shards: the first rank does it, the others wait. False if any rank was asked to stop first."""
+    return first_rank_alone(
         topology.world,
         f"preparing {config.data.shards}",
         lambda: prepare(config.data, config.tokenizer, console.say),
+        None if stop is None else stop.__bool__,
     )
+
+
+def _leave_preparation(setting: Setting, stop: StopRequest) -> NoReturn:
+    """Ends this process on request while rank 0's thread is still preparing, which is safe at any moment."""
+    on = f" on {stop.signal_name}" if stop else ""
+    setting.console.say(f"stopped{on} while preparing {setting.config.data.shards}; the same command goes on from here")
+    note_stopped()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No cleaning up: a thread that is in the middle of C++ would crash in it.
+    os._exit(0)
 
 
 def _open_directory(setting: Setting, stack: contextlib.ExitStack) -> None:
@@ -287,6 +303,8 @@ def _train(setting: Setting, trainer: Trainer, stop: StopRequest) -> int:
             + (f" on {stop.signal_name}" if stop else "")
             + "; the same command goes on from here"
         )
+        if setting.topology.is_main:
+            note_stopped()
     return 0
 
 

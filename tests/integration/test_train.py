@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -19,6 +18,7 @@ from tests.jobs import (
     ROOT,
     checkpoint_steps,
     clean_environment,
+    free_port,
     read_metrics,
     run_job,
     small_project,
@@ -82,7 +82,7 @@ def check_tensorboard(run: Path, steps: int) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(["accelerate", "launch", "--use_deepspeed", "--num_processes", "2"], id="accelerate"),
+        pytest.param(["accelerate", "launch", "--config_file", "launch/accelerate/cpu_2.yaml"], id="accelerate"),
         pytest.param(["torchrun", "--nproc-per-node", "2"], id="torchrun"),
         pytest.param(["deepspeed", "--num_gpus", "2"], id="deepspeed"),
     ],
@@ -103,12 +103,6 @@ def test_two_processes_by_every_launcher(command: list[str], project: Path, tmp_
     assert [line["valid_pairs"] for line in lines if "valid_loss" in line] == [24], "no pair twice, none left out"
     launcher = json.loads((run / "environment.json").read_text())[0]["launcher"]
     assert launcher == command[0]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_variables_of_slurm_start_two_tasks(project: Path, tmp_path: Path) -> None:
