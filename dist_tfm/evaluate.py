@@ -19,6 +19,7 @@ from data_pipeline.settings import run_main
 from dist_tfm.errors import ConfigError, describe_os_error
 from dist_tfm.inference.command_line import DecodingSettings, parse_decoding
 from dist_tfm.parallel.environment import cores_per_rank, read_ranks, speaks_for_all
+from dist_tfm.parallel.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from dist_tfm.inference.evaluation import Loaded, Report, Texts
@@ -156,6 +157,7 @@ def _load(settings: DecodingSettings) -> "ModelSystem":
     from dist_tfm.inference.systems import ModelSystem
     from dist_tfm.parallel.topology import choose_device
 
+    keep_freed_memory()
     launch, ranks = settings.launch, read_ranks(os.environ)
     torch.set_num_threads(launch.threads or cores_per_rank(ranks, os.environ))
     device = choose_device(launch.device, ranks, torch.cuda.device_count() if torch.cuda.is_available() else 0)

@@ -17,6 +17,7 @@ from data_pipeline.settings import run_main
 from dist_tfm.errors import DistTfmError
 from dist_tfm.inference.command_line import DecodingSettings, parse_decoding
 from dist_tfm.parallel.environment import cores_per_rank, read_ranks, speaks_for_all
+from dist_tfm.parallel.memory import keep_freed_memory
 
 DESCRIPTION = """Translates standard input to standard output: one line out for each line in, in order.
 On a terminal it asks for lines and answers each at once (Ctrl-D ends). Several --checkpoint are an ensemble.
@@ -55,6 +56,7 @@ def _run(settings: DecodingSettings, n_best: bool) -> int:
     from dist_tfm.inference.session import translate_standard_input
     from dist_tfm.parallel.topology import describe_fault, shutdown, start
 
+    keep_freed_memory()
     # Launchers export OMP_NUM_THREADS=1, whatever cores there are.
     torch.set_num_threads(settings.launch.threads or cores_per_rank(ranks, os.environ))
     topology = start(ranks, settings.launch, report=lambda _: None)

@@ -11,6 +11,7 @@ from dist_tfm.checkpoint.weights import check_architecture, find_checkpoint, rea
 from dist_tfm.config.loading import read_config
 from dist_tfm.config.schema import Config
 from dist_tfm.errors import InputError
+from dist_tfm.inference.packing import packed_where_possible
 from dist_tfm.model.transformer import Transformer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -20,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def load_models(
     paths: Sequence[Path], device: torch.device, dtype: torch.dtype, kind: str = "fp32"
 ) -> tuple[list[Transformer], Tokenizer, Config]:
-    """The models of one or several checkpoints (an ensemble), in evaluation mode, on `device` and in `dtype`.
+    """The models of one or several checkpoints (an ensemble), for inference alone, on `device` and in `dtype`.
 
     paths: run directories (their newest checkpoint counts) or checkpoints. kind: "fp32", the master weights, or "ema",
     their moving average. The tokenizer is the one that all of them share, the configuration the first one's.
@@ -37,7 +38,7 @@ def load_models(
                 f"{path} was trained with another tokenizer than {paths[0]}: "
                 "an ensemble needs models that were trained on the same shards"
             )
-    return [model for model, _, _ in loaded], tokenizer, config
+    return packed_where_possible([model for model, _, _ in loaded]), tokenizer, config
 
 
 def _load_one(

@@ -21,6 +21,10 @@ GRID = 2.0**30
 """Steps a nat: sums of log-probabilities on the grid are exact in float64, and rounding (1e-13) is far below a step."""
 
 
+BLOCK = 64
+"""Scores that `top_of_blocks` looks at together."""
+
+
 class Ranking(Protocol):
     """What the search asks of an arithmetic."""
 
@@ -35,6 +39,28 @@ class Ranking(Protocol):
     def best(self, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The `count` highest of prepared log_probs [R, V], highest first, and their token ids: [R, count] each."""
         ...
+
+
+def top_of_blocks(scores: Tensor, count: int, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """The same as `scores.topk(count)` of [R, V]: values, highest first, and positions, [R, count] each.
+
+    The highest scores lie in the blocks whose own highest are the highest, so that one plain pass over V finds the
+    blocks and few scores are left to choose among: for a vocabulary several times faster than `topk`.
+    """
+    rows, width = scores.shape
+    blocks = width // block
+    if blocks <= 2 * count:
+        values, ids = scores.topk(count)
+        return values, ids
+    # What is left at the end and fills no block is a candidate as it is.
+    whole = scores[:, : blocks * block].view(rows, blocks, block)
+    chosen = whole.amax(-1).topk(count, sorted=False).indices
+    candidates = whole.gather(1, chosen[:, :, None].expand(-1, -1, block)).flatten(1)
+    values, places = torch.cat((candidates, scores[:, blocks * block :]), 1).topk(count)
+    rest = places - count * block
+    inside = places.clamp(max=count * block - 1)
+    ids = chosen.gather(1, inside // block) * block + inside % block
+    return values, torch.where(rest < 0, ids, blocks * block + rest)
 
 
 class FastRanking:
@@ -54,8 +80,7 @@ class FastRanking:
         return log_probs
 
     def best(self, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        values, ids = log_probs.topk(count)
-        return values, ids
+        return top_of_blocks(log_probs, count)
 
 
 class ExactRanking:

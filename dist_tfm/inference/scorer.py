@@ -29,6 +29,7 @@ class ModelScorer:
         self._models = models
         self._caches = [DecoderCache(model, source) for model in models]
         self._device = source.device
+        self._rows = source.size(0)  # hypotheses held: B * W
 
     @torch.no_grad()
     def step(self, tokens: Ids) -> Tensor:
@@ -36,6 +37,7 @@ class ModelScorer:
 
         The caller may write into the result.
         """
+        self._rows = len(tokens)
         ids = torch.from_numpy(tokens).to(self._device)[:, None]
         total: Tensor | None = None
         for model, cache in zip(self._models, self._caches, strict=True):
@@ -50,9 +52,12 @@ class ModelScorer:
 
     def select(self, hypotheses: Ids, sentences: Ids) -> None:
         """Keeps the sentences [B'] named, and as their hypotheses the rows [B' * W'] named, in that order."""
+        # A beam of one reorders nothing until a sentence ends: no copy then.
+        moved = not np.array_equal(hypotheses, np.arange(self._rows))
         rows = torch.from_numpy(hypotheses).to(self._device)
         kept = torch.from_numpy(sentences).to(self._device)
         for cache in self._caches:
-            cache.reorder(rows)
+            if moved:
+                cache.reorder(rows)
             if len(sentences) < cache.sentences:
                 cache.keep(kept)

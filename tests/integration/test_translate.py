@@ -15,6 +15,7 @@ import torch
 
 from dist_tfm.config.schema import Config, DecodeConfig, ModelConfig, PrecisionConfig
 from dist_tfm.errors import DistTfmError
+from dist_tfm.inference.packing import PackedTransformer, can_pack
 from dist_tfm.inference.translator import load_models
 from dist_tfm.translate import main
 from tests.jobs import ROOT, clean_environment, head
@@ -169,6 +170,7 @@ def test_models_of_different_tokenizers_are_no_ensemble(run: Path, tmp_path: Pat
         load_models([run, other], torch.device("cpu"), torch.float32)
     [model, smaller], _, _ = load_models([run, run], torch.device("cpu"), torch.bfloat16)
     assert model.embedding.weight.dtype == smaller.embedding.weight.dtype == torch.bfloat16
+    assert isinstance(model, PackedTransformer) == can_pack(model.embedding.weight)
 
 
 def test_a_reader_that_leaves_is_no_fault(run: Path) -> None:

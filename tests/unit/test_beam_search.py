@@ -14,6 +14,7 @@ from data_pipeline.api import BOS, EOS, PAD, UNK
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.errors import RunError
 from dist_tfm.inference.beam_search import Hypothesis, SearchOptions, SearchResult, beam_search
+from dist_tfm.inference.cache import DecoderCache
 from dist_tfm.inference.greedy import greedy
 from dist_tfm.inference.penalties import LengthPenalty, Numbers, length_penalty
 from dist_tfm.inference.ranking import ExactRanking, FastRanking, Ranking
@@ -342,6 +343,24 @@ def test_hypotheses_of_a_sentence_share_what_was_encoded(monkeypatch: pytest.Mon
     options = SearchOptions(4, Exhaustive(PENALTIES["none"].divisor))
     beam_search(scorer, [1] * 6, options, FAST)
     assert shapes == [(6, 1, 1), (6, 1, 9)] * 2 + [(24, 1, 2), (6, 4, 9)] * 2
+
+
+def test_hypotheses_that_stay_where_they_are_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beam of one moves something only when the first of its two sentences has ended."""
+    moved: list[list[int]] = []
+    reorder = DecoderCache.reorder
+
+    def counted(cache: DecoderCache, rows: Tensor) -> None:
+        moved.append(rows.tolist())
+        reorder(cache, rows)
+
+    monkeypatch.setattr(DecoderCache, "reorder", counted)
+    model, source = build(3), sources(3, (5, 5))
+    with torch.no_grad():
+        model.embedding.weight[EOS] = 0.0  # improbable: each sentence goes on to its limit
+    found = beam_search(ModelScorer([model], source), [4, 12], SearchOptions(1, PENALTIES["none"]), FAST)
+    assert [len(tokens) for [tokens] in texts(found)] == [4, 12]
+    assert moved == [[1]]
 
 
 def test_an_ensemble_averages_probabilities() -> None:
