@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
+from data_pipeline.steps import DEFAULT_STEPS, Steps
+
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 """Special ids of every tokenizer of this project; index.json records them and they are checked on reading."""
 
@@ -34,9 +36,11 @@ class DataConfig:
     train_target: str = "embedded:swmsg_ende/train.de.xz"
     valid_source: str = "embedded:swmsg_ende/valid.en.xz"
     valid_target: str = "embedded:swmsg_ende/valid.de.xz"
-    # Cleaning of training pairs.
+    expected_pairs: NotNegative = 0  # of the training corpus before cleaning; another number is warned of; 0: not known
+    # Cleaning of training pairs. The two bounds are those of its steps `length` and `ratio`.
+    clean: Steps = DEFAULT_STEPS  # steps in order; see steps.py
     max_length: Positive = 250  # tokens a side, without EOS; longer pairs are rejected (and counted)
-    max_ratio: Annotated[float, Field(ge=1.0)] = 5.0  # characters of the longer side over the shorter; see clean.py
+    max_ratio: Annotated[float, Field(ge=1.0)] = 5.0  # characters of the longer side over the shorter; see steps.py
     # Shards.
     shards: str = "shards/swmsg_ende"
     shuffle_seed: int = 1

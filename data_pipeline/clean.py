@@ -1,5 +1,6 @@
-"""Cleaning of text and pairs: one normalisation for preparation and translation, rejections counted by reason."""
+"""Cleaning of text: one normalisation for preparation and translation. What was changed and rejected, counted."""
 
+import hashlib
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -9,14 +10,22 @@ RULES = 1
 """Version of the rules below; part of the preparation's fingerprint."""
 
 BLANK, RATIO, TOO_LONG = "blank", "ratio", "too_long"
+NFC, CONTROLS = "nfc", "controls"
+CHANGES: Mapping[str, str] = {
+    NFC: "text that was not in canonical composition",
+    CONTROLS: "control characters, byte order marks or irregular white space",
+}
 REASONS: Mapping[str, str] = {
     BLANK: "one side is blank",
+    "characters": "one side has too few or too many characters",
     RATIO: "one side is too many times longer than the other",
+    "identical": "both sides are the same",
+    "digits": "the sides differ in their digits",
+    "held_out": "the validation set or a test set has it too",
     TOO_LONG: "one side has too many tokens",
+    "duplicates": "another pair is the same",
 }
-
-RATIO_FREE_CHARACTERS = 20
-"""A longer side of at most so many characters is never rejected for its ratio ("OK" may be a phrase elsewhere)."""
+"""Reason to what it says, in the order in which they are looked for."""
 
 LINE_SEPARATORS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 """Everything that some reader takes for the end of a line (str.splitlines takes all of them)."""
@@ -30,7 +39,8 @@ _TRANSLATION: dict[int, str | None] = {**_CONTROLS, 0x2028: " ", 0x2029: " ", 0x
 def normalise(text: str) -> str:
     """NFC, controls (C0, C1, byte order marks) removed, any run of white space one space, none at the ends.
 
-    Controls that are white space, and line separators, count as white space. Idempotent.
+    Controls that are white space, and line separators, count as white space. Idempotent; clean text is returned as the
+    very object that it is.
     """
     # Most text is clean already. Printable text has no controls and no white space but plain spaces.
     tidy = text.isprintable() and "  " not in text and text[:1] != " " and text[-1:] != " " and "\u2581" not in text
@@ -39,28 +49,42 @@ def normalise(text: str) -> str:
     return _SPACES.sub(" ", unicodedata.normalize("NFC", text.translate(_TRANSLATION))).strip()
 
 
-def rejection(source: str, target: str, max_ratio: float) -> str | None:
-    """Why a normalised training pair is left out, judged by its characters; None if it stays."""
-    if not source or not target:
-        return BLANK
-    longer, shorter = max(len(source), len(target)), min(len(source), len(target))
-    if longer > RATIO_FREE_CHARACTERS and longer > max_ratio * shorter:
-        return RATIO
-    return None
+def changes_of(text: str) -> set[str]:
+    """What `normalise` changes in a text: names out of CHANGES."""
+    found = set() if unicodedata.is_normalized("NFC", text) else {NFC}
+    if _SPACES.sub(" ", text.translate(_TRANSLATION)).strip() != text:
+        found.add(CONTROLS)
+    return found
+
+
+def hash_of(text: str) -> int:
+    """64 bits that stand for a cleaned text when duplicates are looked for; the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def hash_of_pair(source: str, target: str) -> int:
+    """64 bits that stand for a pair of cleaned texts, which hold no line ends."""
+    return hash_of(f"{source}\n{target}")
 
 
 @dataclass
 class CleaningReport:
-    """Pairs read, kept, and rejected by reason: read == kept + sum of rejected."""
+    """Pairs read, kept, and rejected by reason: read == kept + sum of rejected; and pairs whose text was changed."""
 
     read: int = 0
     kept: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
 
     def reject(self, reason: str, pairs: int = 1) -> None:
         """Counts rejected pairs."""
         if pairs:
             self.rejected[reason] = self.rejected.get(reason, 0) + pairs
+
+    def change(self, what: str, pairs: int = 1) -> None:
+        """Counts pairs with a side that `normalise` changed."""
+        if pairs:
+            self.changed[what] = self.changed.get(what, 0) + pairs
 
     def add(self, other: "CleaningReport") -> None:
         """Adds another part of the same corpus."""
@@ -68,3 +92,5 @@ class CleaningReport:
         self.kept += other.kept
         for reason, pairs in other.rejected.items():
             self.reject(reason, pairs)
+        for change, pairs in other.changed.items():
+            self.change(change, pairs)

@@ -12,59 +12,77 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.clean import BLANK, TOO_LONG, CleaningReport, normalise, rejection
+from data_pipeline.clean import BLANK, TOO_LONG, CleaningReport, changes_of, hash_of, hash_of_pair, normalise
 from data_pipeline.errors import DistTfmError, InputError, RunError, describe_os_error
-from data_pipeline.parts import SHUFFLE, EncodedPairs, line_keys, write_part
+from data_pipeline.files import write_bytes_atomically
+from data_pipeline.parts import SHUFFLE, EncodedPairs, Keys, line_keys, write_part
 from data_pipeline.ragged import Integers, smallest_unsigned
+from data_pipeline.steps import Duplicates, Filter, HeldOut, Length, find, pair_filters, steps_from_json
 from data_pipeline.tokenizer import Tokenizer
-
-PAIRS_PER_PIECE = 32_768
-"""Size of the pieces that preparation is cut into: what one process encodes, and an interruption loses, at a time."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What encoding depends on besides the text. shuffle_seed None: a held-out split, of which only blank pairs go."""
+    """What encoding depends on besides the text. shuffle_seed None: a held-out split, of which only blank pairs go.
+
+    steps: data.clean as JSON. held_out: file of the hashes that its step held_out looks for; "" if it has none.
+    """
 
     tokenizer: str
+    steps: str
     max_length: int
     max_ratio: float
     shuffle_seed: int | None
+    held_out: str = ""
+
+
+def write_hashes(path: Path, hashes: Iterable[int]) -> None:
+    """Writes what `Rules.held_out` names. Raises OSError."""
+    write_bytes_atomically(path, np.array(sorted(set(hashes)), dtype="<u8").tobytes())
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive pairs of raw text; first_line counts from 0."""
+    """Pairs of raw text with the numbers [pairs] of their lines in the corpus, from 0, in rising order."""
 
     number: int
-    first_line: int
+    lines: NDArray[np.int64]
     sources: Sequence[str]
     targets: Sequence[str]
 
 
-def pieces_of(pairs: Iterable[tuple[str, str]], size: int) -> Iterator[Piece]:
-    """Cuts a stream of pairs into pieces of `size` (the last one smaller)."""
+def pieces_of(
+    pairs: Iterable[tuple[str, str]], size: int, chosen: Callable[[str], bool] | None = None
+) -> Iterator[Piece]:
+    """Cuts a stream of pairs into pieces of `size` (the last one smaller).
+
+    chosen: of each source, whether its pair is wanted; None: all are.
+    """
+    lines: list[int] = []
     sources: list[str] = []
     targets: list[str] = []
     number = 0
-    for source, target in pairs:
+    for line, (source, target) in enumerate(pairs):
+        if chosen is not None and not chosen(source):
+            continue
+        lines.append(line)
         sources.append(source)
         targets.append(target)
         if len(sources) == size:
-            yield Piece(number, number * size, sources, targets)
-            sources, targets, number = [], [], number + 1
+            yield Piece(number, np.array(lines, dtype=np.int64), sources, targets)
+            lines, sources, targets, number = [], [], [], number + 1
     if sources:
-        yield Piece(number, number * size, sources, targets)
+        yield Piece(number, np.array(lines, dtype=np.int64), sources, targets)
 
 
 def flatten(ids: Sequence[Sequence[int]], dtype: np.dtype[np.unsignedinteger[Any]]) -> tuple[Integers, Integers]:
@@ -74,14 +92,43 @@ def flatten(ids: Sequence[Sequence[int]], dtype: np.dtype[np.unsignedinteger[Any
     return flat, lengths.astype(smallest_unsigned(int(lengths.max(initial=0))))
 
 
+class Cleaner:
+    """Normalises the pairs of a piece and asks the steps of `data.clean` that judge by text, in their order."""
+
+    def __init__(self, filters: Mapping[str, Filter]) -> None:
+        self._filters = list(filters.items())
+
+    def clean(self, piece: Piece, report: CleaningReport) -> tuple[list[int], list[str], list[str]]:
+        """(rows, sources, targets) of the pairs that stay; what goes and what was changed is counted in `report`."""
+        filters = self._filters
+        rows: list[int] = []
+        sources: list[str] = []
+        targets: list[str] = []
+        for row, (raw_source, raw_target) in enumerate(zip(piece.sources, piece.targets, strict=True)):
+            source, target = normalise(raw_source), normalise(raw_target)
+            if source is not raw_source or target is not raw_target:
+                for change in changes_of(raw_source) | changes_of(raw_target):
+                    report.change(change)
+            for reason, rejects in filters:
+                if rejects(source, target):
+                    report.reject(reason)
+                    break
+            else:
+                rows.append(row)
+                sources.append(source)
+                targets.append(target)
+        return rows, sources, targets
+
+
 @dataclass(frozen=True)
 class EncodedPiece:
-    """What becomes of a piece: its kept pairs in the order of the text, with their normalised text and the numbers
-    [pairs] of their lines in the corpus files, from 0; and what was rejected."""
+    """What becomes of a piece: its kept pairs in the order of the text, with their normalised text, the numbers [pairs]
+    of their lines in the corpus, from 0, and their hashes (if duplicates are looked for); and what was rejected."""
 
     pairs: EncodedPairs
     texts: list[tuple[str, str]]
     lines: NDArray[np.int64]
+    hashes: Keys
     report: CleaningReport
 
 
@@ -89,43 +136,60 @@ class Encoder:
     """Cleans and encodes pieces by the same rules, wherever it runs."""
 
     def __init__(self, rules: Rules) -> None:
-        """Raises InputError if the tokenizer cannot be loaded."""
+        """Raises InputError if the tokenizer cannot be loaded, OSError without the hashes that the rules name."""
         self.rules = rules
         self.tokenizer = Tokenizer.load(Path(rules.tokenizer))
+        steps = steps_from_json(rules.steps)
+        held_out = rules.shuffle_seed is None
+        if held_out:
+            steps = tuple(step for step in steps if step.step == BLANK)
+        filters = pair_filters(steps, rules.max_ratio, held_out_filter(find(steps, HeldOut), rules.held_out))
+        self._cleaner = Cleaner(filters)
+        self._longest = rules.max_length if find(steps, Length) is not None else None
+        self._duplicates: Duplicates | None = find(steps, Duplicates)
 
     def encode(self, piece: Piece) -> EncodedPiece:
         """Cleans and encodes a piece."""
-        held_out = self.rules.shuffle_seed is None
         report = CleaningReport(read=len(piece.sources))
-        kept: list[int] = []
-        texts: list[tuple[str, str]] = []
-        for row, raw in enumerate(zip(piece.sources, piece.targets, strict=True)):
-            pair = (normalise(raw[0]), normalise(raw[1]))
-            reason = rejection(*pair, self.rules.max_ratio)
-            if reason is None or (held_out and reason != BLANK):
-                kept.append(row)
-                texts.append(pair)
-            else:
-                report.reject(reason)
-        ids = [self.tokenizer.encode_normalised([pair[side] for pair in texts]) for side in (0, 1)]
-        if not held_out:
-            fits = [max(len(s), len(t)) <= self.rules.max_length for s, t in zip(*ids, strict=True)]
-            report.reject(TOO_LONG, fits.count(False))
-            ids = [[row for row, fit in zip(side, fits, strict=True) if fit] for side in ids]
-            kept = [row for row, fit in zip(kept, fits, strict=True) if fit]
-            texts = [pair for pair, fit in zip(texts, fits, strict=True) if fit]
+        kept, *texts = self._cleaner.clean(piece, report)
+        ids = [self.tokenizer.encode_normalised(side) for side in texts]
+        if self._longest is not None:
+            longest = self._longest
+            fits = [len(s) <= longest and len(t) <= longest for s, t in zip(*ids, strict=True)]
+            if lost := fits.count(False):
+                report.reject(TOO_LONG, lost)
+                kept = list(compress(kept, fits))
+                texts = [list(compress(side, fits)) for side in texts]
+                ids = [list(compress(side, fits)) for side in ids]
         report.kept = len(kept)
-        keys = line_keys(self.rules.shuffle_seed or 0, SHUFFLE, piece.first_line, len(piece.sources))[kept]
+        lines = piece.lines[kept]
+        keys = line_keys(self.rules.shuffle_seed or 0, SHUFFLE, lines)
         source, source_lengths = flatten(ids[0], self.tokenizer.id_dtype)
         target, target_lengths = flatten(ids[1], self.tokenizer.id_dtype)
         pairs = EncodedPairs(keys, source, source_lengths, target, target_lengths)
-        return EncodedPiece(pairs, texts, piece.first_line + np.array(kept, dtype=np.int64), report)
+        return EncodedPiece(pairs, list(zip(*texts, strict=True)), lines, self._hashes(*texts), report)
+
+    def _hashes(self, sources: Sequence[str], targets: Sequence[str]) -> Keys:
+        if self._duplicates is None:
+            return np.zeros(0, dtype=np.uint64)
+        hashes = map(hash_of_pair, sources, targets) if self._duplicates.by == "pair" else map(hash_of, sources)
+        return np.fromiter(hashes, dtype=np.uint64, count=len(sources))
 
     def write(self, piece: Piece, path: Path) -> CleaningReport:
         """Encodes a piece into a part. Raises OSError."""
         encoded = self.encode(piece)
-        write_part(path, encoded.pairs, encoded.report, self.tokenizer.checksum)
+        write_part(path, encoded.pairs, encoded.hashes, encoded.report, self.tokenizer.checksum)
         return encoded.report
+
+
+def held_out_filter(step: HeldOut | None, hashes: str) -> Filter:
+    """What step held_out does, given the file of its hashes. Raises OSError."""
+    if step is None:
+        return lambda source, target: False
+    known = frozenset(np.fromfile(hashes, dtype="<u8").tolist())
+    if step.by == "source":
+        return lambda source, target: hash_of(source) in known
+    return lambda source, target: hash_of_pair(source, target) in known
 
 
 def encode_pieces(
@@ -184,15 +248,15 @@ class _Worker:
     def write(self, piece: Piece, path: Path) -> None:
         """`Encoder.write` over there. Raises the same errors."""
         texts = ["\n".join(side).encode() for side in (piece.sources, piece.targets)]
+        numbers = piece.lines.astype("<i8").tobytes()
         header = {
             "number": piece.number,
-            "first_line": piece.first_line,
-            "bytes": [len(text) for text in texts],
+            "bytes": [len(numbers), *(len(text) for text in texts)],
             "path": str(path),
         }
         try:
             stdin = cast(IO[bytes], self._process.stdin)
-            stdin.write(json.dumps(header).encode() + b"\n" + b"".join(texts))
+            stdin.write(json.dumps(header).encode() + b"\n" + numbers + b"".join(texts))
             stdin.flush()
             answer = cast(IO[bytes], self._process.stdout).readline()
         except BrokenPipeError:
@@ -223,8 +287,9 @@ def serve(rules: Rules, requests: BinaryIO, answers: BinaryIO) -> None:
     encoder = Encoder(rules)
     while line := requests.readline():
         header = json.loads(line)
-        sources, targets = (requests.read(size).decode().split("\n") for size in header["bytes"])
-        piece = Piece(header["number"], header["first_line"], sources, targets)
+        numbers, *texts = (requests.read(size) for size in header["bytes"])
+        sources, targets = (text.decode().split("\n") for text in texts)
+        piece = Piece(header["number"], np.frombuffer(numbers, dtype="<i8"), sources, targets)
         reply: dict[str, object] = {"number": piece.number}
         try:
             encoder.write(piece, Path(header["path"]))

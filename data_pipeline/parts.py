@@ -3,7 +3,7 @@
 The global shuffle is an external sort. Every line of the corpus has a random 64-bit key that depends on (shuffle_seed,
 line) alone; shard s takes the s-th range of keys, which is one contiguous slice of each sorted part. So memory holds
 one shard and all keys (8 bytes a pair), the disk is read in order, and neither the number of processes nor the size of
-parts changes a byte of the result.
+parts changes a byte of the result. A part also holds a hash of each pair if duplicates are to be found (slices.py).
 """
 
 import json
@@ -26,11 +26,11 @@ SHUFFLE, SAMPLE = 1, 2
 """What keys are drawn for: the order of pairs, the sample that the tokenizer is trained on."""
 
 
-def line_keys(seed: int, purpose: int, first_line: int, lines: int) -> Keys:
-    """[lines]: keys of lines first_line, first_line + 1, ...: SplitMix64, a bijection, so no two lines share a key."""
+def line_keys(seed: int, purpose: int, lines: NDArray[np.int64]) -> Keys:
+    """[lines]: keys of these lines: SplitMix64, a bijection, so no two lines share a key."""
     start = np.random.SeedSequence((seed & (1 << 64) - 1, purpose)).generate_state(1, np.uint64)[0]
     with np.errstate(over="ignore"):
-        z = start + (np.arange(first_line, first_line + lines, dtype=np.uint64) + np.uint64(1)) * _GOLDEN
+        z = start + (lines.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(z ^ (z >> np.uint64(31)), dtype=np.uint64)
@@ -55,12 +55,18 @@ class EncodedPairs:
 
 
 _FIELDS = ("keys", "source_lengths", "target_lengths", "source", "target")
+_NO_KEYS = np.zeros(0, dtype=np.uint64)
 
 
-def write_part(path: Path, pairs: EncodedPairs, report: CleaningReport, tokenizer_checksum: str) -> None:
-    """Writes a part: one line of JSON that describes it, then its arrays, sorted by key. Raises OSError."""
-    ordered = pairs.take(np.argsort(pairs.keys, kind="stable"))
+def write_part(path: Path, pairs: EncodedPairs, hashes: Keys, report: CleaningReport, tokenizer_checksum: str) -> None:
+    """Writes a part: one line of JSON that describes it, then its arrays, sorted by key. Raises OSError.
+
+    hashes [pairs]: what equal pairs have in common; empty if duplicates stay.
+    """
+    order = np.argsort(pairs.keys, kind="stable")
+    ordered = pairs.take(order)
     arrays = {field: getattr(ordered, field) for field in _FIELDS}
+    arrays["hashes"] = hashes[order] if len(hashes) else hashes
     header = {
         "tokenizer_checksum": tokenizer_checksum,
         "report": asdict(report),
@@ -76,10 +82,10 @@ def write_part(path: Path, pairs: EncodedPairs, report: CleaningReport, tokenize
 
 
 class Part:
-    """A part on disk: its keys and lengths in memory, its ids read slice by slice."""
+    """A part on disk: its keys in memory, its lengths and ids read slice by slice."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError if there is no such part."""
+    def __init__(self, path: Path, dropped: Keys = _NO_KEYS) -> None:
+        """dropped: sorted keys of pairs that count as absent. Raises OSError if there is no such part."""
         self.path = path
         with open(path, "rb") as file:
             header: dict[str, Any] = json.loads(file.readline())
@@ -91,7 +97,17 @@ class Part:
             dtype = np.dtype(kind)
             self._places[field] = (position, dtype, count)
             position += dtype.itemsize * count
-        self.keys: Keys = self._read("keys").astype(np.uint64, copy=False)
+        self._all_keys: Keys = self._read("keys").astype(np.uint64, copy=False)
+        places = np.searchsorted(dropped, self._all_keys)
+        self._stays = np.ones(len(self._all_keys), dtype=np.bool_)
+        inside = places < len(dropped)
+        self._stays[inside] = dropped[places[inside]] != self._all_keys[inside]
+        self.keys: Keys = self._all_keys[self._stays]
+        """Sorted keys of the pairs that are not dropped."""
+
+    def hashes(self) -> Keys:
+        """[pairs]: hashes of all pairs, in the order of their keys. Read from the disk."""
+        return self._read("hashes").astype(np.uint64, copy=False)
 
     def _read(self, field: str, first: int = 0, count: int | None = None) -> Integers:
         position, dtype, total = self._places[field]
@@ -100,15 +116,17 @@ class Part:
 
     def between(self, low: int, high: int) -> EncodedPairs:
         """Pairs with low <= key < high (high up to 2^64), sorted by key."""
-        first = int(np.searchsorted(self.keys, np.uint64(low)))
-        last = len(self.keys) if high >> 64 else int(np.searchsorted(self.keys, np.uint64(high)))
+        first = int(np.searchsorted(self._all_keys, np.uint64(low)))
+        last = len(self._all_keys) if high >> 64 else int(np.searchsorted(self._all_keys, np.uint64(high)))
         sides: list[Integers] = []
         for side in ("source", "target"):
             lengths = self._read(f"{side}_lengths", 0, last)
             before = int(lengths[:first].sum(dtype=np.int64))
             kept = lengths[first:]
             sides += [self._read(side, before, int(kept.sum(dtype=np.int64))), kept]
-        return EncodedPairs(self.keys[first:last], *sides)
+        pairs = EncodedPairs(self._all_keys[first:last], *sides)
+        stays = self._stays[first:last]
+        return pairs if stays.all() else pairs.take(np.flatnonzero(stays))
 
 
 def merge_slices(slices: list[EncodedPairs]) -> EncodedPairs:

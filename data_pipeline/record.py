@@ -16,7 +16,9 @@ from data_pipeline.api import DataConfig, TokenizerConfig
 from data_pipeline.errors import InputError
 from data_pipeline.files import TEMPORARY, read_regular, write_json_atomically
 from data_pipeline.index import FORMAT_VERSION
-from data_pipeline.sources import TextFacts, measure, resolve, unequal_sides
+from data_pipeline.sides import measure_side, stat_side
+from data_pipeline.sources import resolve, unequal_sides
+from data_pipeline.steps import HeldOut, find, steps_to_json
 
 RECORD_FILE = "DATA.json"
 LOCK_FILE = ".lock"
@@ -89,15 +91,17 @@ def make_record(data: DataConfig, tokenizer: TokenizerConfig, known: Record | No
     on without their corpus. Raises InputError.
     """
     corpus: dict[str, CorpusFile] = {}
-    for key in CORPUS_KEYS:
-        corpus[key] = _corpus_file(getattr(data, key), known.corpus.get(key) if known is not None else None)
-    for source_key, target_key in (CORPUS_KEYS[:2], CORPUS_KEYS[2:]):
+    names = _corpus_names(data)
+    for key, name in names.items():
+        corpus[key] = _corpus_file(name, known.corpus.get(key) if known is not None else None)
+    for source_key, target_key in zip(*[iter(names)] * 2, strict=True):
         source, target = corpus[source_key], corpus[target_key]
         if source.lines != target.lines:
-            raise unequal_sides(resolve(source.name), source.lines, resolve(target.name), target.lines)
+            raise unequal_sides(_shown(source.name), source.lines, _shown(target.name), target.lines)
     ingredients: dict[str, str | int | float] = {
         "format_version": FORMAT_VERSION,
         "cleaning_rules": clean.RULES,
+        "data.clean": steps_to_json(data.clean),
         **{f"data.{key}": file.sha256 for key, file in corpus.items()},
         **{f"data.{key}": getattr(data, key) for key in (*_CLEANING_KEYS, *_SHARD_KEYS)},
         **{f"tokenizer.{key}": value for key, value in dataclasses.asdict(tokenizer).items()},
@@ -109,21 +113,29 @@ def make_record(data: DataConfig, tokenizer: TokenizerConfig, known: Record | No
     return Record(hashlib.sha256(canonical).hexdigest(), ingredients, corpus)
 
 
-def _corpus_file(name: str, known: CorpusFile | None) -> CorpusFile:
-    path = resolve(name)
-    try:
-        stat = path.stat()
-    except OSError:
-        stat = None
-    if (
-        known is not None
-        and known.name == name
-        and (stat is None or (stat.st_size, stat.st_mtime_ns) == (known.size, known.modified_ns))
-    ):
-        return known
+def _corpus_names(data: DataConfig) -> dict[str, str]:
+    """Key to name of every side that is read: those of CORPUS_KEYS, then the test sets that cleaning looks at. Source
+    and target follow one another."""
+    names = {key: getattr(data, key) for key in CORPUS_KEYS}
+    held_out: HeldOut | None = find(data.clean, HeldOut)
+    for number, test in enumerate(held_out.test if held_out is not None else ()):
+        names |= {
+            f"clean.held_out.test.{number}.source": test.source,
+            f"clean.held_out.test.{number}.target": test.target,
+        }
+    return names
 
-    facts: TextFacts = measure(path)
-    size, modified = (stat.st_size, stat.st_mtime_ns) if stat is not None else (0, 0)
+
+def _shown(name: str) -> str:
+    return str(resolve(name))
+
+
+def _corpus_file(name: str, known: CorpusFile | None) -> CorpusFile:
+    stat = stat_side(name)
+    if known is not None and known.name == name and stat in (None, (known.size, known.modified_ns)):
+        return known
+    facts = measure_side(name)
+    size, modified = stat if stat is not None else (0, 0)
     return CorpusFile(name, size, modified, facts.sha256, facts.lines)
 
 
@@ -133,7 +145,7 @@ def check_same(folder: Path, known: Record, asked: Record) -> None:
         return
     was, now = known.ingredients, asked.ingredients
     keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
-    texts = {f"data.{key}" for key in CORPUS_KEYS}
+    texts = {f"data.{key}" for key in (*known.corpus, *asked.corpus)}
     differences = "; ".join(
         f"the text of {key} differs" if key in texts else f"{key} was {was.get(key)} there and is {now.get(key)} here"
         for key in keys

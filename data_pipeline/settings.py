@@ -185,10 +185,25 @@ def _section_faults(name: str, kind: type, tree: object, layers: Layers, known: 
     except ValidationError as error:
         for fault in error.errors():
             path = f"{name}.{fault['loc'][0]}" if fault["loc"] else name
-            expected = fault["msg"].removeprefix("Input should be ").removeprefix("a valid ")
             where = layers.origins.get(path, origin)
-            faults.append(f"{path}: expected {expected}, found {shown(fault['input'])}, set {where}")
+            faults.append(f"{path}: expected {_expected(fault)}, found {shown(fault['input'])}, set {where}")
         return list(dict.fromkeys(faults)), None
+
+
+def _expected(fault: Mapping[str, Any]) -> str:
+    """What pydantic says was expected; of a value inside a list or a structure also where it stands."""
+    inside = ".".join(str(part + 1 if isinstance(part, int) else part) for part in fault["loc"][1:])
+    known = {
+        "union_tag_invalid": "one of {expected_tags}",
+        "union_tag_not_found": "{discriminator}: NAME",
+        "unexpected_keyword_argument": "no such key",
+        "tuple_type": "a list",
+        "dataclass_type": "keys with values",
+        "model_attributes_type": "a name, or keys with values",
+    }.get(fault["type"])
+    said = known.format(**fault.get("ctx", {})) if known else str(fault["msg"])
+    said = said.removeprefix("Input should be ").removeprefix("a valid ")
+    return f"{said} (at {shorten(inside)})" if inside else said
 
 
 def build_sections(
@@ -243,6 +258,8 @@ def to_yaml(sections: Mapping[str, Any]) -> str:
 
 
 def _type_name(annotation: object) -> str:
+    if typing.get_origin(annotation) is tuple:
+        return "list"
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     return text.replace("typing.", "").replace("NoneType", "null").replace("None", "null")
 

@@ -126,17 +126,22 @@ def read_lines(path: Path) -> Iterator[str]:
 
 def read_pairs(source: Path, target: Path) -> Iterator[tuple[str, str]]:
     """(source, target) segments, lazily. Raises InputError, also when one side ends before the other."""
-    left, right = read_lines(source), read_lines(target)
+    return read_zipped((str(source), read_lines(source)), (str(target), read_lines(target)))
+
+
+def read_zipped(source: tuple[str, Iterator[str]], target: tuple[str, Iterator[str]]) -> Iterator[tuple[str, str]]:
+    """(source, target) segments of two sides, each with its name. Raises InputError when one ends before the other."""
+    (source_name, left), (target_name, right) = source, target
     for count, (one, other) in enumerate(itertools.zip_longest(left, right)):
         if one is None:
-            raise unequal_sides(source, count, target, count + 1 + sum(1 for _ in right))
+            raise unequal_sides(source_name, count, target_name, count + 1 + sum(1 for _ in right))
         if other is None:
-            raise unequal_sides(source, count + 1 + sum(1 for _ in left), target, count)
+            raise unequal_sides(source_name, count + 1 + sum(1 for _ in left), target_name, count)
         yield one, other
 
 
-def unequal_sides(source: Path, source_lines: int, target: Path, target_lines: int) -> InputError:
-    """The error for two files that cannot be each other's translation."""
+def unequal_sides(source: str, source_lines: int, target: str, target_lines: int) -> InputError:
+    """The error for two sides that cannot be each other's translation."""
     return InputError(
         f"{source} has {source_lines} lines but {target} has {target_lines}: line n of one must be the translation of "
         "line n of the other"

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from data_pipeline import prepare
 from data_pipeline.command_line import parse_command_line
 from data_pipeline.settings import split_overrides
-from data_pipeline.sources import read_lines, read_pairs, resolve
+from data_pipeline.sides import read_sides
+from data_pipeline.sources import read_lines, resolve
 from dist_tfm import average, evaluate, train, translate
 from dist_tfm.config.loading import SECTIONS, check_sections, make_config
 from dist_tfm.config.schema import Config, DataConfig
@@ -199,11 +200,10 @@ def show_translations(outcome: Outcome) -> None:
 def _show_baseline(outcome: Outcome, data: DataConfig) -> None:
     from dist_tfm.inference.scoring import TestSet, corpus_scores
 
-    source, target = resolve(data.train_source), resolve(data.train_target)
     try:
-        nearest = NearestCopy(read_pairs(source, target))
+        nearest = NearestCopy(read_sides(data.train_source, data.train_target))
     except ValueError:
-        raise InputError(f"{source} is empty: expected the training corpus, one segment a line") from None
+        raise InputError(f"{data.train_source} is empty: expected the training corpus, one segment a line") from None
     copied = corpus_scores(nearest.translate(outcome.sources), TestSet([outcome.references], LANGUAGES[1]))
     columns = [(score.name, outcome.scores[score.name], score.value) for score in copied if score.name != "TER"]
     _say(f"\n{'':<8}{'this model':>12}{'copying':>12}   (copying: the translation of the nearest training sentence)")

@@ -14,7 +14,7 @@ SECTIONS: Mapping[str, type] = {f.name: f.default_factory for f in dataclasses.f
 
 MAY_CHANGE = frozenset(
     f"train.{key}" for key in ("steps", "run_dir", "validate_every", "max_skips", "activation_checkpointing")
-) | {"data.workers", "data.prepare_workers"}
+) | {"data.workers", "data.prepare_workers", "data.expected_pairs"}
 MAY_CHANGE_SECTIONS = frozenset({"parallel", "checkpoint", "log", "decode", "launch"})
 
 

@@ -88,7 +88,7 @@ def test_what_is_written_is_the_corpus_cleaned_and_shuffled(corpus: Path, refere
     assert report["train"]["rejected"] == {"blank": 2, "ratio": 1, "too_long": 1}
     assert report["train"]["kept"] == 796 == prepared.train.index.pairs
     assert report["valid"] == {
-        "read": 40, "kept": 38, "rejected": {"blank": 2},
+        "read": 40, "kept": 38, "rejected": {"blank": 2}, "changed": {"controls": 3},
         "source_tokens": prepared.valid.index.tokens[0], "target_tokens": prepared.valid.index.tokens[1],
         "longer_than_max_length": {"pairs": 1, "longest": int(prepared.valid.lengths.max()), "lines": [7]},
     }  # fmt: skip
@@ -170,7 +170,7 @@ def test_what_does_not_decide_the_shards_does_not_matter(corpus: Path, reference
 def test_any_number_of_processes_writes_the_same_bytes(
     corpus: Path, reference: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_pipeline.prepare.PAIRS_PER_PIECE", 300)
+    monkeypatch.setattr("data_pipeline.preparation.PAIRS_PER_PIECE", 300)
     shards = tmp_path / "shards"
     run(config(corpus, shards, prepare_workers=workers))
     assert contents(shards) == contents(reference)
@@ -290,7 +290,7 @@ class PowerCut(BaseException):
 def test_an_end_at_any_file_is_finished_by_the_same_command(
     corpus: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_pipeline.prepare.PAIRS_PER_PIECE", 300)
+    monkeypatch.setattr("data_pipeline.preparation.PAIRS_PER_PIECE", 300)
     rename, expected = os.replace, contents(reference)
     for cut_at in range(1, 100):
         shards = tmp_path / str(cut_at)

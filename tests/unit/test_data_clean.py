@@ -10,10 +10,8 @@ from data_pipeline.clean import (
     BLANK,
     LINE_SEPARATORS,
     RATIO,
-    RATIO_FREE_CHARACTERS,
     CleaningReport,
     normalise,
-    rejection,
 )
 
 ANY_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
@@ -52,18 +50,6 @@ def test_normalised_text_is_stable_one_line_and_free_of_controls(text: str) -> N
 def test_the_fast_path_changes_nothing(text: str) -> None:
     # A control at the end keeps the text off the fast path and vanishes.
     assert normalise(text) == normalise(text + "\x07")
-
-
-def test_rejections() -> None:
-    assert rejection("", "etwas", 5.0) == BLANK
-    assert rejection("something", "", 5.0) == BLANK
-    assert rejection("OK", "In Ordnung, gemacht", 5.0) is None, "short sides are free of the ratio"
-    free = RATIO_FREE_CHARACTERS
-    assert rejection("a" * free, "b", 2.0) is None
-    assert rejection("a" * (free + 1), "b", 2.0) == RATIO
-    assert rejection("b", "a" * (free + 1), 2.0) == RATIO
-    assert rejection("a" * 50, "b" * 10, 5.0) is None
-    assert rejection("a" * 51, "b" * 10, 5.0) == RATIO
 
 
 def test_reports_add_up() -> None:

@@ -1,5 +1,6 @@
 """Encoding and the external shuffle: the same pairs whatever the pieces and processes; fair keys; workers that die."""
 
+import dataclasses
 import itertools
 import os
 import signal
@@ -11,11 +12,12 @@ import pytest
 
 from data_pipeline import encode
 from data_pipeline.api import TokenizerConfig
-from data_pipeline.clean import BLANK, RATIO, TOO_LONG, CleaningReport
+from data_pipeline.clean import BLANK, CONTROLS, RATIO, TOO_LONG, CleaningReport
 from data_pipeline.encode import Encoder, Piece, Rules, encode_pieces, pieces_of
 from data_pipeline.errors import InputError, RunError
 from data_pipeline.parts import SHUFFLE, EncodedPairs, Part, line_keys, merge_slices
 from data_pipeline.ragged import positions_of, starts_of
+from data_pipeline.steps import DEFAULT_STEPS, steps_to_json
 from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 
 PAIRS = [(f"the number {n} is a number", f"die Zahl {n} ist eine Zahl" + " und mehr" * (n % 3)) for n in range(700)]
@@ -31,7 +33,7 @@ PAIRS[9] = ("one\u2028line", "eine\u2028Zeile")
 def rules(tmp_path_factory: pytest.TempPathFactory) -> Rules:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     path.write_bytes(train_tokenizer((side for pair in PAIRS for side in pair), TokenizerConfig(vocab_size=400)))
-    return Rules(str(path), max_length=50, max_ratio=5.0, shuffle_seed=11)
+    return Rules(str(path), steps_to_json(DEFAULT_STEPS), max_length=50, max_ratio=5.0, shuffle_seed=11)
 
 
 def encode_to(folder: Path, rules: Rules, size: int, workers: int) -> list[Part]:
@@ -64,7 +66,9 @@ def test_pieces_and_processes_change_nothing(tmp_path: Path, rules: Rules) -> No
         report = CleaningReport()
         for part in parts:
             report.add(part.report)
-        assert report == CleaningReport(read=700, kept=696, rejected={BLANK: 2, RATIO: 1, TOO_LONG: 1})
+        assert report == CleaningReport(
+            read=700, kept=696, rejected={BLANK: 2, RATIO: 1, TOO_LONG: 1}, changed={CONTROLS: 4}
+        )
         merged.append(merge_slices([part.between(0, 1 << 64) for part in parts]))
     for field in ("keys", "source", "source_lengths", "target", "target_lengths"):
         for other in merged[1:]:
@@ -88,26 +92,26 @@ def test_slices_of_key_ranges_are_the_whole(tmp_path: Path, rules: Rules) -> Non
 
 
 def test_a_held_out_split_loses_blank_pairs_only_and_keeps_its_order(rules: Rules) -> None:
-    held_out = Rules(rules.tokenizer, rules.max_length, rules.max_ratio, None)
+    held_out = dataclasses.replace(rules, shuffle_seed=None)
     encoder = Encoder(held_out)
     (piece,) = pieces_of(iter(PAIRS), 1000)
     encoded = encoder.encode(piece)
     pairs, report, texts = encoded.pairs, encoded.report, encoded.texts
-    assert report == CleaningReport(read=700, kept=698, rejected={BLANK: 2})
+    assert report == CleaningReport(read=700, kept=698, rejected={BLANK: 2}, changed={CONTROLS: 4})
     assert texts[:7] == [*PAIRS[:5], (PAIRS[7][0], PAIRS[7][1].strip()), (PAIRS[8][0].strip(), PAIRS[8][1].strip())]
     assert texts_of(pairs, encoder.tokenizer) == texts
 
 
 def test_keys_are_unique_uniform_and_follow_the_line() -> None:
-    keys = line_keys(1, SHUFFLE, 0, 100_000)
+    keys = line_keys(1, SHUFFLE, np.arange(0, 100000))
     assert len(np.unique(keys)) == len(keys)
-    assert np.array_equal(keys[500:700], line_keys(1, SHUFFLE, 500, 200))
+    assert np.array_equal(keys[500:700], line_keys(1, SHUFFLE, np.arange(500, 700)))
     # Mean of 100,000 uniform numbers: 0.5 +- 0.0009; five times that is out of reach for a fair generator.
     assert abs((keys / 2.0**64).mean() - 0.5) < 0.005
     order = np.argsort(keys)
     assert abs(np.corrcoef(order, np.arange(len(order)))[0, 1]) < 0.02
-    assert not np.array_equal(keys, line_keys(2, SHUFFLE, 0, 100_000))
-    assert not np.array_equal(keys, line_keys(1, SHUFFLE + 1, 0, 100_000))
+    assert not np.array_equal(keys, line_keys(2, SHUFFLE, np.arange(0, 100000)))
+    assert not np.array_equal(keys, line_keys(1, SHUFFLE + 1, np.arange(0, 100000)))
 
 
 def test_positions_of_ragged_rows() -> None:
