@@ -113,14 +113,21 @@ def supervise(command: Sequence[str]) -> int:
     """
     sys.stdout.flush()
     job: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # signals that came while the job was being started
 
     def forward(number: int, frame: FrameType | None) -> None:
-        for process in job if number != signal.SIGINT else ():
+        if number == signal.SIGINT:
+            return
+        for process in job:
             process.send_signal(number)
+        if not job:
+            early.append(number)
 
     with _handled_by(forward):
         try:
             job.append(subprocess.Popen(command))
+            for number in early:
+                job[0].send_signal(number)
         except OSError as fault:
             raise describe_os_error(fault, f"starting {shlex.join(command)}") from fault
         code = job[0].wait()
