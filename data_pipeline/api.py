@@ -24,6 +24,19 @@ NotNegative = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
+class CorpusConfig:
+    """An entry of data.corpora: one corpus of a mixture, with shards of its own and the tokenizer of all."""
+
+    __pydantic_config__ = SECTION
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]  # in metrics: share_NAME, epoch_NAME
+    shards: str = ""  # folder of its shards; empty: data.shards/NAME
+    weight: Annotated[float, Field(gt=0.0)] | None = None  # share of micro-batches, relative to the other weights
+    tag: str = ""  # put in front of every source, as in "<2de> Hello": translate wants the same
+    valid: bool = True  # whether its held-out pairs are validated on
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Section `data`: the corpus, its cleaning, its shards (together the preparation's fingerprint), its batches."""
 
@@ -55,6 +68,11 @@ class DataConfig:
     lanes: Positive = 1  # L, a divisor of M: a rank reads only the lanes it serves; part of the data order
     window_pairs: Positive = 1_000_000  # pairs of a lane planned together
     workers: NotNegative = 1  # background threads that make batches ready; 0: made when asked for
+    # Mixtures: several corpora in the place of one.
+    corpora: tuple[CorpusConfig, ...] = ()
+    temperature: Annotated[float, Field(ge=1.0)] = (
+        1.0  # shares are tokens^(1 / temperature), where no weights are given
+    )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from data_pipeline.api import DataConfig
 from data_pipeline.plan import MIXTURE_START, generator
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -18,6 +19,23 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _ONE = 1 << 64
 _FINENESS = 1 << 32
 """Shares are whole multiples of one part in so many, so that no rounding of another machine moves a draw."""
+
+
+def mixture_faults(data: DataConfig) -> list[str]:
+    """Faults of data.corpora that span several of its entries."""
+    names = [corpus.name for corpus in data.corpora]
+    weights = [corpus.weight for corpus in data.corpora if corpus.weight is not None]
+    faults = []
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        faults.append(f"data.corpora: expected a name of its own for each corpus, found {', '.join(twice)} twice")
+    if weights and len(weights) < len(names):
+        faults.append(f"data.corpora: expected a weight for all corpora or for none, found {len(weights)}")
+    if data.temperature != 1.0 and (weights or not names):
+        instead = "weights" if weights else "no data.corpora"
+        faults.append(f"data.temperature: expected data.corpora without weights, found {instead}: leave it at 1")
+    if names and not any(corpus.valid for corpus in data.corpora):
+        faults.append("data.corpora: expected one corpus at least to validate on, found valid: false on all")
+    return faults
 
 
 def shares_of(weights: Sequence[float | None], tokens: Sequence[int], temperature: float) -> list[float]:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_pipeline.api import DataConfig, TokenizerConfig
-from data_pipeline.errors import InputError, describe_os_error
+from data_pipeline.errors import ConfigError, InputError, describe_os_error
 from data_pipeline.preparation import WORK_FOLDER, Preparation, discard
 from data_pipeline.prepared import TOKENIZER_FILE, is_complete, open_prepared
 from data_pipeline.progress import Log
@@ -58,6 +58,11 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, log: Log, stage: Stage
     that were recorded of the corpus. Raises InputError (also when the folder was prepared from something else, or a
     stage's predecessor has not ended) and RunError (no space left, an encoding process died).
     """
+    if data.corpora:
+        raise ConfigError(
+            "data.corpora names corpora that are prepared each by itself: run prepare for each, without data.corpora, "
+            "with its own data.shards and one tokenizer for all"
+        )
     folder = Path(data.shards)
     try:
         known = read_record(folder)

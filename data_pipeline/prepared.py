@@ -1,12 +1,15 @@
-"""A prepared data set, opened: its tokenizer and both splits, checked against each other."""
+"""Prepared data sets, opened: tokenizer and both splits of each, checked against each other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.api import CorpusConfig, DataConfig
 from data_pipeline.errors import InputError
 from data_pipeline.index import INDEX_FILE, read_index
 from data_pipeline.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.window import Part
 
 TOKENIZER_FILE = "tokenizer.model"
 TRAIN, VALID = "train", "valid"
@@ -47,3 +50,49 @@ def open_prepared(folder: Path) -> PreparedData:
             )
     readers = {split: ShardReader(folder / split, index, tokenizer.checksum) for split, index in indexes.items()}
     return PreparedData(folder, fingerprint, tokenizer, readers[TRAIN], readers[VALID])
+
+
+def corpus_folder(data: DataConfig, corpus: CorpusConfig) -> Path:
+    """Where the shards of one corpus of a mixture stand."""
+    return Path(corpus.shards) if corpus.shards else Path(data.shards) / corpus.name
+
+
+def open_corpora(data: DataConfig) -> list[PreparedData]:
+    """The data sets of a mixture in their order, or the one of data.shards. All must have been encoded with the same
+    tokenizer. Raises InputError."""
+    folders = [corpus_folder(data, corpus) for corpus in data.corpora] or [Path(data.shards)]
+    opened = [open_prepared(folder) for folder in folders]
+    first = opened[0]
+    for other in opened[1:]:
+        if other.tokenizer.checksum != first.tokenizer.checksum:
+            raise InputError(
+                f"{first.folder} was encoded with tokenizer {first.tokenizer.checksum[:12]}, {other.folder} with "
+                f"{other.tokenizer.checksum[:12]}: the corpora of a mixture need one tokenizer, prepare them with it"
+            )
+    return opened
+
+
+def training_parts(data: DataConfig, opened: Sequence[PreparedData]) -> list[Part]:
+    """The training split of each corpus of a mixture, as opened by `open_corpora`."""
+    return _parts(data, opened, [prepared.train for prepared in opened], range(len(opened)))
+
+
+def held_out_parts(data: DataConfig, opened: Sequence[PreparedData]) -> list[Part]:
+    """The held-out splits to validate on: of a mixture those of its `valid` corpora, else the one there is."""
+    if not data.corpora:
+        return [Part(opened[0].valid)]
+    numbers = [number for number, corpus in enumerate(data.corpora) if corpus.valid]
+    return _parts(data, opened, [opened[number].valid for number in numbers], numbers)
+
+
+def _parts(
+    data: DataConfig, opened: Sequence[PreparedData], readers: Sequence[ShardReader], numbers: Sequence[int]
+) -> list[Part]:
+    parts: list[Part] = []
+    first_id = 0
+    for reader, number in zip(readers, numbers, strict=True):
+        corpus = data.corpora[number]
+        (tag,) = opened[number].tokenizer.encode([corpus.tag])
+        parts.append(Part(reader, corpus.name, tuple(tag), number, first_id))
+        first_id += reader.index.pairs
+    return parts

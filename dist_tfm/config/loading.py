@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from data_pipeline.mixture import mixture_faults
 from data_pipeline.settings import Layers, build_sections, faults_error, read_saved_sections, to_yaml
 from dist_tfm.config.schema import Config, DataConfig, DecodeConfig, ModelConfig
 
@@ -37,6 +38,7 @@ def check_sections(sections: Mapping[str, Any]) -> None:
         )
     if data.micro_batches % data.lanes:
         faults.append(f"data.lanes: expected a divisor of data.micro_batches={data.micro_batches}, found {data.lanes}")
+    faults += mixture_faults(data)
     faults += decode_faults(sections["decode"])
     if sections["checkpoint"].best_metric == "valid_bleu" and not sections["decode"].valid_sentences:
         faults.append(

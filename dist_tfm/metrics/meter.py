@@ -24,11 +24,13 @@ DIGEST_MASK = 2**53 - 1
 
 @dataclass(frozen=True)
 class StepCounts:
-    """One step's counts, over all data-parallel ranks. pair_hash: order-free digest of the ids of the step's pairs."""
+    """One step's counts, over all data-parallel ranks. pair_hash: order-free digest of the ids of the step's pairs;
+    by_corpus: source and target tokens of each corpus of a mixture."""
 
     sums: LengthSums
     padded: int
     pair_hash: int
+    by_corpus: tuple[int, ...] = ()
 
     @property
     def padding_fraction(self) -> float:
@@ -36,16 +38,21 @@ class StepCounts:
         return 1.0 - (self.sums.source + self.sums.target) / self.padded if self.padded else 0.0
 
 
-def local_counts(batches: Sequence[Batch]) -> list[int]:
-    """This rank's counts as integers that add up over ranks; `global_counts` reads their sums."""
+def local_counts(batches: Sequence[Batch], corpora: int = 0) -> list[int]:
+    """This rank's counts as integers that add up over ranks; `global_counts` reads their sums. corpora: how many a
+    mixture has."""
     sums = length_sums(batches)
     digest = sum(_digest(batch.pair_ids) for batch in batches) & DIGEST_MASK
-    return [*asdict(sums).values(), sum(b.padded_tokens for b in batches), digest]
+    by_corpus = [
+        sum(batch.source_tokens + batch.target_tokens for batch in batches if batch.corpus == number)
+        for number in range(corpora)
+    ]
+    return [*asdict(sums).values(), sum(b.padded_tokens for b in batches), digest, *by_corpus]
 
 
 def global_counts(values: Sequence[int]) -> StepCounts:
     """The summed integers of `local_counts`."""
-    return StepCounts(LengthSums(*values[:5]), padded=values[5], pair_hash=values[6] & DIGEST_MASK)
+    return StepCounts(LengthSums(*values[:5]), values[5], values[6] & DIGEST_MASK, tuple(values[7:]))
 
 
 def _digest(ids: NDArray[np.int64]) -> int:
@@ -75,15 +82,24 @@ def peak_memory_bytes(device: torch.device) -> int:
 class Meter:
     """Keeps the time and tokens since the last line; everything else in a line is that step's own.
 
-    flops: training FLOPs of the run so far, over all ranks (kept in checkpoints).
+    flops: training FLOPs of the run so far, over all ranks (kept in checkpoints). corpora: names of those of a mixture.
     """
 
     def __init__(
-        self, model: ModelConfig, vocab_size: int, facts: EngineFacts, device: torch.device, peak: float, flops: int
+        self,
+        model: ModelConfig,
+        vocab_size: int,
+        facts: EngineFacts,
+        device: torch.device,
+        peak: float,
+        flops: int,
+        corpora: Sequence[str] = (),
     ) -> None:
         self._model, self._vocab_size, self._facts, self._device = model, vocab_size, facts, device
         self._peak = peak
         self.flops = flops
+        self.corpora = corpora
+        self._by_corpus = [0] * len(corpora)
         self._tokens = 0
         self._window_flops = 0
         self._seconds = 0.0
@@ -102,6 +118,7 @@ class Meter:
         """The step is done."""
         self._seconds += time.perf_counter() - self._started
         self._tokens += counts.sums.source + counts.sums.target
+        self._by_corpus = [sum(both) for both in zip(self._by_corpus, counts.by_corpus, strict=True)]
         flops = training_flops(self._model, self._vocab_size, counts.sums)
         self._window_flops += flops
         self.flops += flops
@@ -133,7 +150,10 @@ class Meter:
             "zero_stage": self._facts.zero_stage,
             "precision": self._facts.precision,
             "attention": self._facts.attention,
+            # Realised since the line before.
+            **{f"share_{name}": n / self._tokens for name, n in zip(self.corpora, self._by_corpus, strict=True)},
         }
+        self._by_corpus = [0] * len(self.corpora)
         self._tokens, self._window_flops, self._seconds, self._waited = 0, 0, 0.0, 0.0
         return record
 

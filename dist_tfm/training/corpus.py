@@ -1,14 +1,15 @@
 """A prepared corpus as one data-parallel rank sees it: tokenizer, training steps, held-out pairs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.api import Position
-from data_pipeline.loader import BlockLoader, StepLoader
-from data_pipeline.prepared import TOKENIZER_FILE, open_prepared
+from data_pipeline.loader import BlockLoader, MixtureLoader, StepLoader
+from data_pipeline.mixture import Draw, shares_of
+from data_pipeline.prepared import TOKENIZER_FILE, PreparedData, held_out_parts, open_corpora, training_parts
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.validation import ValidationBatches, read_texts
-from data_pipeline.window import Part
 from dist_tfm.config.schema import Config
 from dist_tfm.parallel.collectives import Group
 from dist_tfm.training.validation import HeldOut
@@ -27,31 +28,59 @@ class Corpus:
 
 
 def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
-    """Opens the shards of data.shards for rank data.rank of data.size; the first step is the one at `start`.
+    """Opens the shards of data.shards, or of data.corpora, for rank data.rank of data.size; the first step is the one
+    at `start`.
 
     Raises InputError.
     """
-    prepared = open_prepared(Path(config.data.shards))
-    train, valid, tokenizer = prepared.train.index, prepared.valid, prepared.tokenizer
-    loader = BlockLoader(prepared.train, config.data, config.train.seed, data.rank, data.size, start)
-    validation = ValidationBatches([Part(valid)], loader.budget, data.rank, data.size)
-    sources, references = read_texts(valid.folder, valid.index)
-    source_tokens, target_tokens = train.tokens
+    opened = open_corpora(config.data)
+    tokenizer = opened[0].tokenizer
+    loader, shares = _open_loader(config, opened, data, start)
+    parts = held_out_parts(config.data, opened)
+    validation = ValidationBatches(parts, loader.budget, data.rank, data.size)
+    texts = [read_texts(part.reader.folder, part.reader.index) for part in parts]
+    indexes = [prepared.train.index for prepared in opened]
+    source_tokens, target_tokens = (sum(side) for side in zip(*(index.tokens for index in indexes), strict=True))
     long = ""
     if validation.longest > loader.longest:
         long = f" (the longest has {validation.longest:,} tokens, against {loader.longest:,} in training)"
     left_out = f"; {loader.left_out} longer than a micro-batch are left out" if loader.left_out else ""
     return Corpus(
         tokenizer=tokenizer,
-        tokenizer_file=prepared.folder / TOKENIZER_FILE,
+        tokenizer_file=opened[0].folder / TOKENIZER_FILE,
         loader=loader,
-        held_out=HeldOut(list(validation), validation.pairs, sources, references),
+        held_out=HeldOut(
+            batches=list(validation),
+            pairs=validation.pairs,
+            sources=[line for sources, _ in texts for line in sources],
+            references=[line for _, references in texts for line in references],
+            corpora={part.number: part.name for part in parts if part.name},
+        ),
         validation=validation,
         description=(
-            f"data: {train.pairs:,} pairs ({source_tokens:,} + {target_tokens:,} tokens), vocabulary "
-            f"{tokenizer.vocab_size:,}, held out {validation.pairs:,}{long}{left_out}{_reading(loader)}"
+            f"data: {sum(index.pairs for index in indexes):,} pairs ({source_tokens:,} + {target_tokens:,} tokens), "
+            f"vocabulary {tokenizer.vocab_size:,}, held out {validation.pairs:,}{long}{left_out}{_reading(loader)}"
+            f"{shares}"
         ),
     )
+
+
+def _open_loader(
+    config: Config, opened: Sequence[PreparedData], data: Group, start: Position
+) -> tuple[StepLoader, str]:
+    """The loader of one corpus or of data.corpora, and what to say of the shares of these."""
+    if not config.data.corpora:
+        return BlockLoader(opened[0].train, config.data, config.train.seed, data.rank, data.size, start), ""
+    parts = training_parts(config.data, opened)
+    tokens = [sum(part.reader.index.tokens) for part in parts]
+    shares = shares_of([corpus.weight for corpus in config.data.corpora], tokens, config.data.temperature)
+    draw = Draw(shares, config.data.micro_batches, config.data.lanes, config.train.seed)
+    loader = MixtureLoader(parts, draw, config.data, config.train.seed, data.rank, data.size, start)
+    listed = ", ".join(
+        f"{part.name} {share:.2%} ({part.reader.index.pairs:,} pairs)"
+        for part, share in zip(parts, shares, strict=True)
+    )
+    return loader, f"; mixture: {listed}"
 
 
 def _reading(loader: StepLoader) -> str:

@@ -61,7 +61,7 @@ def _with_shards(config: Config, topology: Topology, console: Console) -> Iterat
     """The configuration; where its shards are missing, with shards in a temporary folder, gone at the end."""
 
     def place() -> str | None:
-        if not topology.is_main or is_prepared(config.data, config.tokenizer):
+        if not topology.is_main or config.data.corpora or is_prepared(config.data, config.tokenizer):
             return None
         return tempfile.mkdtemp(prefix="dist_tfm-dry-run-")
 

@@ -114,7 +114,7 @@ class Trainer:
             batches = self._loader.next_step()
         except Exception as error:
             failure = error
-        counts = local_counts(batches.micro_batches if batches else [])
+        counts = local_counts(batches.micro_batches if batches else [], len(self._meter.corpora))
         *totals, stops, failures = self._group.sum_ints([*counts, int(bool(self._stop)), int(failure is not None)])
         if failures:
             together(self._group, "making the next step", lambda: _reraise(failure))
@@ -132,7 +132,9 @@ class Trainer:
             line = self._meter.line(
                 step, self._epoch + 1, loss / tokens, nll / tokens, result, counts, self.progress.skipped_steps
             )
-            self._write(line)
+            # How often each corpus of a mixture is being seen.
+            places = zip(self._meter.corpora, self.progress.position.corpora, strict=True)
+            self._write({**line, **{f"epoch_{name}": place.epoch + 1 for name, place in places}})
 
     def _boundary(self) -> None:
         """Validates and checkpoints where due, then ends a run that diverged."""

@@ -133,7 +133,12 @@ def build_engine(config: Config, vocab_size: int, topology: Topology) -> Engine:
 
 
 def prepare_shards(config: Config, topology: Topology, console: Console, stop: StopRequest | None = None) -> bool:
-    """Prepares missing shards: the first rank does it, the others wait. False if any rank was asked to stop first."""
+    """Prepares missing shards: the first rank does it, the others wait. False if any rank was asked to stop first.
+
+    Each corpus of a mixture is prepared by a configuration of its own, and missed when it is opened if it is not there.
+    """
+    if config.data.corpora:
+        return True
     return first_rank_alone(
         topology.world,
         f"preparing {config.data.shards}",
@@ -244,7 +249,8 @@ def _build_trainer(
     config, topology, console, directory = setting
     dtype = torch.float32 if engine.facts.precision == "fp32" else torch.bfloat16
     peak = topology.data.sum_floats([peak_flops(topology.device, dtype)])[0]
-    meter = Meter(config.model, corpus.tokenizer.vocab_size, engine.facts, topology.device, peak, progress.flops)
+    names = [corpus.name for corpus in config.data.corpora]
+    meter = Meter(config.model, corpus.tokenizer.vocab_size, engine.facts, topology.device, peak, progress.flops, names)
     validator = Validator(
         engine,
         corpus.held_out,

@@ -1,7 +1,7 @@
 """Validation: the loss over exactly the held-out pairs, and BLEU of a greedily decoded sample of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from data_pipeline.api import Batch
 from data_pipeline.tokenizer import Tokenizer
 from dist_tfm.config.schema import DecodeConfig
-from dist_tfm.engine.base import Engine
+from dist_tfm.engine.base import Engine, LossSums
 from dist_tfm.errors import RunError
 from dist_tfm.inference.greedy import greedy
 from dist_tfm.metrics.meter import perplexity
@@ -24,13 +24,15 @@ class HeldOut:
     """The validation set as one rank sees it.
 
     batches: this rank's share, equally many on every rank (filled with zero-weight ones); pairs: their number over all
-    ranks; sources and references: the plain text of all pairs, by pair id.
+    ranks; sources and references: the plain text of all pairs, by pair id; corpora: number and name of each corpus of a
+    mixture that is validated on.
     """
 
     batches: Sequence[Batch]
     pairs: int
     sources: Sequence[str]
     references: Sequence[str]
+    corpora: Mapping[int, str] = field(default_factory=dict)
 
 
 def sample_ids(pairs: int, wanted: int) -> list[int]:
@@ -88,6 +90,21 @@ class Validator:
             "valid_ppl": perplexity(nll / tokens),
             "valid_pairs": pairs,
             "valid_tokens": tokens,
+            **self._by_corpus(sums),
+        }
+
+    def _by_corpus(self, sums: Sequence[LossSums]) -> dict[str, float]:
+        """valid_nll_NAME of each corpus of a mixture; nothing if there is but one."""
+        numbers = sorted(self._held_out.corpora)
+        if not numbers:
+            return {}
+        mine = list(zip(self._held_out.batches, sums, strict=True))
+        of = [[s for batch, s in mine if batch.corpus == number and batch.index >= 0] for number in numbers]
+        tokens = self._group.sum_ints([sum(s.target_tokens for s in corpus) for corpus in of])
+        nll = self._group.sum_floats([sum(s.nll for s in corpus) for corpus in of])
+        return {
+            f"valid_nll_{self._held_out.corpora[number]}": total / count
+            for number, total, count in zip(numbers, nll, tokens, strict=True)
         }
 
     def _bleu(self) -> float:

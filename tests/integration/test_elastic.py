@@ -15,6 +15,7 @@ def test_four_three_and_one_rank_continue_each_other(tmp_path: Path) -> None:
         "--train.validate_every=0",
         "--checkpoint.every_steps=0",
         "--data.micro_batches=4",
+        "--data.lanes=2",
     )
     whole = run_job(train_command(1, *common, "--train.steps=24", f"--train.run_dir={tmp_path}/whole"))
     assert whole.returncode == 0, whole.stdout

@@ -64,11 +64,12 @@ corpora = st.builds(
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> DataConfig:
-    """Micro-batches that every pair fits into, in every allowed number of lanes, in windows of all sizes."""
+def configs(draw: st.DrawFn, extra: int = 0) -> DataConfig:
+    """Micro-batches that every pair and `extra` tokens fit into, in every allowed number of lanes, in windows of all
+    sizes."""
     micro_batches = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     lanes = draw(st.sampled_from([count for count in range(1, 9) if micro_batches % count == 0]))
-    budget = draw(st.integers(LONGEST + 1, 150))
+    budget = draw(st.integers(LONGEST + 1 + extra, 150))
     window = draw(st.sampled_from([1, 20, 50, 1000]))
     return DataConfig(
         batch_tokens=budget * micro_batches, micro_batches=micro_batches, lanes=lanes, window_pairs=window
