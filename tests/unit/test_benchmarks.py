@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import engine_cost, harness, tables
+from benchmarks import engine_cost, harness, plan_quality, tables
 from benchmarks.engine_cost import BareLoop, Contender, Effort, check_agreement
 from benchmarks.harness import Recorder, Row, command_line, interleave, paired_ratio, quantity, read_rows, write_rows
 from benchmarks.loader_throughput import Store, epoch_positions, stored_bytes, summarise_run, tokens_per_second
@@ -328,6 +328,18 @@ def test_the_training_benchmark_runs_to_its_end(tmp_path: Path) -> None:
         cost, ratio = rows[f"engine-cost-{dtype}-stage-1"]["value"], rows[f"bare-loop-{dtype}"]["ratio"]
         assert ratio == pytest.approx(1 / (1 + cost), rel=1e-4)
         assert rows[f"engine-cost-processor-{dtype}-stage-1"]["value"] > -1
+
+
+def test_the_plan_benchmark_runs_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_quality.main(["--quick", "--rounds", "1", "--json", str(tmp_path / "rows.json")]) == 0
+    found = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    check_rows(found)
+    rows = {row["name"]: row["value"] for row in found}
+    assert len(rows) == 2 * (4 * 5 + 2 * 4)
+    for corpus in plan_quality.CORPORA:
+        assert 0 < rows[f"padding-{corpus}-1024"] < rows[f"padding-{corpus}-3125"] < rows[f"padding-{corpus}-25000"]
+        assert rows[f"useful-{corpus}-3125-lanes-8"] < rows[f"useful-{corpus}-3125"] < rows[f"fill-{corpus}-3125"]
+    assert "useful-medium_ende-3125" in capsys.readouterr().out
 
 
 def read_recorded(script: str) -> list[dict[str, Any]]:
