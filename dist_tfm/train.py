@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 def _launch(config: Config, ranks: Ranks, dry_run: bool, stop: StopRequest, fault: ConfigError | None) -> int:
     import torch  # seconds of imports, which --help and a misspelt key do not wait for
 
-    from dist_tfm.parallel.topology import describe_fault, shutdown, start
+    from dist_tfm.parallel.topology import arrange, describe_fault, shutdown, start
     from dist_tfm.training import dry_run as rehearsal
     from dist_tfm.training import session
 
@@ -65,6 +65,7 @@ def _launch(config: Config, ranks: Ranks, dry_run: bool, stop: StopRequest, faul
     topology = start(ranks, config.launch)
     try:
         session.agree_on_configuration(config, topology, fault)
+        topology = arrange(topology, config.parallel, config.launch)
         return rehearsal.rehearse(config, topology) if dry_run else session.run(config, topology, stop)
     except RuntimeError as error:
         if (known := describe_fault(error, ranks)) is None:

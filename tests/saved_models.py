@@ -11,10 +11,11 @@ from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from dist_tfm.checkpoint.manager import CheckpointManager
 from dist_tfm.config.loading import config_to_yaml
 from dist_tfm.config.schema import Config
-from dist_tfm.engine.base import STATE_KINDS, Fragment, Tag
+from dist_tfm.engine.base import STATE_KINDS, Fragment
 from dist_tfm.model.initialization import initialize
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.collectives import SingleProcess
+from dist_tfm.parallel.tags import Tag
 from tests.jobs import head
 
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from dist_tfm.checkpoint.files import FileRecord, write_file
 from dist_tfm.checkpoint.layout import FORMAT
-from dist_tfm.engine.base import Fragment, Tag
+from dist_tfm.engine.base import Fragment
 from dist_tfm.errors import InputError
 from dist_tfm.parallel.collectives import Json
+from dist_tfm.parallel.tags import Tag
 
 
 @dataclass(frozen=True)

@@ -124,10 +124,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Section `parallel`: how state is divided over data-parallel ranks (ZeRO 0 to 3)."""
+    """Section `parallel`: how a model is divided over processes; tp x pp of them hold one replica, the rest is data
+    parallelism, which divides the optimizer's state (ZeRO 0 to 3)."""
 
     __pydantic_config__ = SECTION
 
+    tp: Positive = 1  # tensor parallelism: ranks (of one host) that divide heads, d_ff and the vocabulary
+    pp: Positive = 1  # pipeline parallelism: ranks that divide the layers
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
 
 

@@ -7,13 +7,14 @@ tokens of the whole step, over all data-parallel ranks and micro-batches.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from data_pipeline.api import Batch
 from dist_tfm.model.transformer import Transformer
+from dist_tfm.parallel.tags import Tag
 
 STATE_KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 """What a checkpoint holds of each parameter: master weight and both Adam moments, in fp32. With train.ema also "ema",
@@ -22,7 +23,10 @@ the moving average of the master weight."""
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over this rank's real target tokens; `loss` is label-smoothed, `nll` is not."""
+    """Sums over real target tokens; `loss` is label-smoothed, `nll` is not.
+
+    They add up over ALL ranks: of the ranks that compute one micro-batch together, all but one report zeros.
+    """
 
     loss: float
     nll: float
@@ -46,22 +50,10 @@ class EngineFacts:
     attention: str
     precision: str  # "fp32", "bf16" (fp32 master weights) or "bf16-autocast" (ZeRO stage 0)
     zero_stage: int
-    world_size: int
+    world_size: int  # processes, of which tensor_parallel x pipeline_parallel hold one replica of the model
+    tensor_parallel: int
+    pipeline_parallel: int
     device: str
-
-
-class Tag(NamedTuple):
-    """Which part of which canonical tensor a local parameter is: rows [low, high) of dimension `dim` of `shape`.
-
-    `writer` is False on replicas, which leave writing to another rank.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    low: int
-    high: int
-    writer: bool
 
 
 @dataclass(frozen=True)

@@ -10,24 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dist_tfm.engine.base import Fragment, Tag
-
-TAG = "canonical_tag"
-"""Attribute of every Parameter; it outlives deepspeed.initialize and changes of dtype: no wrapped name is parsed."""
-
-
-def tag_parameters(model: nn.Module) -> None:
-    """Marks each parameter of a whole (unsharded) model with its canonical name and shape."""
-    for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        setattr(parameter, TAG, Tag(name, shape, dim=0, low=0, high=shape[0], writer=True))
-
-
-def tag_of(parameter: Tensor) -> Tag:
-    """The canonical tag set by `tag_parameters`."""
-    return cast(Tag, getattr(parameter, TAG))
+from dist_tfm.engine.base import Fragment
+from dist_tfm.parallel.tags import Tag, tag_of
 
 
 def base_optimizer(engine: Any) -> torch.optim.Optimizer:

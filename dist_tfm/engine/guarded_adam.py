@@ -1,7 +1,7 @@
 """The optimizer of ZeRO stage 0: AdamW that measures, clips and guards, as DeepSpeed does itself at stages 1 to 3."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,14 +13,23 @@ class GuardedAdam(torch.optim.AdamW):
 
     A plain optimizer at stage 0 would apply NaN, and its norm would not be known. DeepSpeed's engine reads
     `_global_grad_norm` (before clipping; inf on a skipped step) and `overflow` (the step was skipped) after `step()`.
-    Every rank holds the same reduced gradients, so all of them decide alike.
+    All ranks get the same norm, so all of them decide alike.
 
-    clip_norm: bound of the global norm, 0 for none.
+    clip_norm: bound of the global norm, 0 for none. counts: whether a parameter counts in this rank's part of the norm;
+    total: sums squared norms over the ranks that hold other parts of the model.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], clip_norm: float, **adam: Any) -> None:
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        clip_norm: float,
+        counts: Callable[[Tensor], bool] = lambda parameter: True,
+        total: Callable[[Tensor], Tensor] = lambda squares: squares,
+        **adam: Any,
+    ) -> None:
         super().__init__(groups, **adam)
         self.clip_norm = clip_norm
+        self._counts, self._total = counts, total
         self.overflow = False
         self._global_grad_norm = 0.0
 
@@ -29,8 +38,12 @@ class GuardedAdam(torch.optim.AdamW):
         """One guarded update. closure: not supported, as in DeepSpeed's optimizers."""
         if closure is not None:
             raise ValueError("GuardedAdam takes no closure")
-        gradients: list[Tensor] = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients: list[Tensor] = [p.grad for p in parameters]
+        counted = [p.grad for p in parameters if self._counts(p)]
+        # Squared in double precision, where no square of an fp32 norm overflows.
+        squares = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted))).double().square()
+        norm = math.sqrt(float(self._total(squares)))
         self.overflow = not math.isfinite(norm)
         self._global_grad_norm = math.inf if self.overflow else norm
         if self.overflow:

@@ -147,6 +147,8 @@ class Meter:
             "mfu": self._window_flops / seconds / self._peak,
             "memory_bytes": memory_bytes(self._device),
             "world_size": self._facts.world_size,
+            "tensor_parallel": self._facts.tensor_parallel,
+            "pipeline_parallel": self._facts.pipeline_parallel,
             "zero_stage": self._facts.zero_stage,
             "precision": self._facts.precision,
             "attention": self._facts.attention,

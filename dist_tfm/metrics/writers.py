@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 Record = Mapping[str, Any]
-NOT_CURVES = frozenset({"step", "pair_hash", "world_size", "zero_stage"})
+NOT_CURVES = frozenset({"step", "pair_hash", "world_size", "tensor_parallel", "pipeline_parallel", "zero_stage"})
 
 
 def finite(record: Record) -> dict[str, Any]:

@@ -3,28 +3,46 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from dist_tfm.config.schema import LaunchConfig
+from dist_tfm.config.schema import LaunchConfig, ParallelConfig
 from dist_tfm.errors import ConfigError, RunError
+from dist_tfm.parallel.axis import Alone, Axis, ProcessAxis
 from dist_tfm.parallel.collectives import Group, ProcessGroup, SingleProcess
 from dist_tfm.parallel.environment import Ranks
+from dist_tfm.parallel.grid import AxisName, Grid
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This process's rows of the grid, over which tensors travel (over `Topology.backend`).
+
+    tensor: the ranks that divide each layer; pipe: those that divide the layers; model: both together, so all that hold
+    one replica of the model (pipe-major); data: those that hold the same part of the other replicas.
+    """
+
+    tensor: Axis
+    pipe: Axis
+    model: Axis
+    data: Axis
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Who computes together. `world` and `data` are control groups over the CPU; gradients travel over `backend`.
+    """Who computes together. `world` and `data` are control groups over the CPU; tensors travel over `axes`.
 
-    data: the ranks that share out a step's micro-batches. Every rank of the world is one of them.
+    data: the ranks that share out a step's micro-batches, one of each replica of the model. The other ranks of a
+    replica read the same micro-batches.
     """
 
     ranks: Ranks
     world: Group
     data: Group
+    axes: Axes
     device: torch.device
     backend: str
 
@@ -33,13 +51,23 @@ class Topology:
         """True on the one rank that prints and writes what all ranks share."""
         return self.ranks.rank == 0
 
+    @property
+    def leads_replica(self) -> bool:
+        """True on one rank of each replica: the one that counts what all ranks of a replica have alike."""
+        return self.axes.model.rank == 0
+
+    @property
+    def grid(self) -> Grid:
+        """The grid that the processes form."""
+        return Grid(tp=self.axes.tensor.size, pp=self.axes.pipe.size, dp=self.data.size)
+
 
 def start(ranks: Ranks, launch: LaunchConfig, report: Callable[[str], None] | None = None) -> Topology:
     """Joins the job: picks the device, starts torch.distributed (alone too: DeepSpeed needs it) and the groups.
 
     report: takes a line for the user, on rank 0 only (default: standard error).
-    Raises ConfigError for a device that this host has not; RunError if the other processes were not met in
-    launch.timeout seconds. Call `shutdown` at the end.
+    All processes are replicas until `arrange` lays them out. Raises ConfigError for a device that this host has not;
+    RunError if the other processes were not met in launch.timeout seconds. Call `shutdown` at the end.
     """
     device = choose_device(launch.device, ranks, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     _set_variables(ranks, device)
@@ -58,7 +86,30 @@ def start(ranks: Ranks, launch: LaunchConfig, report: Callable[[str], None] | No
         asked = " (launch.device: auto)" if launch.device == "auto" else ""
         line = f"{ranks.world_size} process(es) by {ranks.launcher}, on {device.type}{asked}, over {backend}"
         (report or _print_error)(line)
-    return Topology(ranks=ranks, world=group, data=group, device=device, backend=backend)
+    alone = Alone(ranks.rank)
+    world = dist.group.WORLD
+    data = alone if world is None or ranks.world_size == 1 else ProcessAxis(world, range(ranks.world_size))
+    axes = Axes(tensor=alone, pipe=alone, model=alone, data=data)
+    return Topology(ranks=ranks, world=group, data=group, axes=axes, device=device, backend=backend)
+
+
+def arrange(topology: Topology, parallel: ParallelConfig, launch: LaunchConfig) -> Topology:
+    """The processes laid out as a grid of parallel.pp x replicas x parallel.tp; collective.
+
+    All ranks must give the same `parallel`, checked before against the world's size (`config.layout.check_world`).
+    """
+    if parallel.tp == parallel.pp == 1:
+        return topology
+    grid = Grid.of(topology.ranks.world_size, parallel.tp, parallel.pp)
+    timeout = timedelta(seconds=launch.timeout)
+    # DeepSpeed wants a group of the replicas also where there is one.
+    data = _row(topology, grid, "data", timeout)
+    model = _row(topology, grid, "model", timeout)
+    alone = Alone(topology.ranks.rank)
+    tensor = alone if grid.tp == 1 else model if grid.pp == 1 else _row(topology, grid, "tensor", timeout)
+    pipe = alone if grid.pp == 1 else model if grid.tp == 1 else _row(topology, grid, "pipe", timeout)
+    control = ProcessGroup(data.group) if data.size > 1 else SingleProcess()
+    return replace(topology, data=control, axes=Axes(tensor=tensor, pipe=pipe, model=model, data=data))
 
 
 def shutdown() -> None:
@@ -129,6 +180,18 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta) -> Group:
         raise alone from fault
     assert control is not None  # a member of the group gets it
     return ProcessGroup(control)
+
+
+def _row(topology: Topology, grid: Grid, axis: AxisName, timeout: timedelta) -> ProcessAxis:
+    """Makes the groups of all rows along an axis, in one order on every rank, and returns this rank's."""
+    mine: ProcessAxis | None = None
+    for members in grid.rows(axis):
+        group = dist.new_group(members, backend=topology.backend, timeout=timeout)
+        if topology.ranks.rank in members:
+            assert group is not None  # a member of the group gets it
+            mine = ProcessAxis(group, members)
+    assert mine is not None  # every rank is in one row
+    return mine
 
 
 def _set_variables(ranks: Ranks, device: torch.device) -> None:

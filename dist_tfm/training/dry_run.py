@@ -100,7 +100,7 @@ def _training_step(
             raise RunError("the loss or gradient of the largest training batch is not finite at initialisation")
     tokens = count * (batch.source_tokens + batch.target_tokens)
     dtype = torch.float32 if engine.facts.precision == "fp32" else torch.bfloat16
-    peak = topology.data.sum_floats([peak_flops(topology.device, dtype)])[0]
+    peak = topology.world.sum_floats([peak_flops(topology.device, dtype)])[0]
     share = training_flops(config.model, vocab_size, length_sums([batch] * count)) / seconds / peak
     pairs, width = batch.source.shape
     console.say(

@@ -9,7 +9,8 @@ from dist_tfm.engine.base import Engine, StepResult
 from dist_tfm.errors import DistTfmError, DivergedError, describe_os_error
 from dist_tfm.metrics.meter import Meter, StepCounts, global_counts, local_counts
 from dist_tfm.metrics.writers import Console, Record, Writers
-from dist_tfm.parallel.collectives import Group, together
+from dist_tfm.parallel.collectives import together
+from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.progress import Progress
 from dist_tfm.training.signals import StopRequest
 from dist_tfm.training.validation import Validator
@@ -55,7 +56,7 @@ class Trainer:
         loader: StatefulLoader,
         validator: Validator,
         savers: Savers,
-        group: Group,
+        topology: Topology,
         instruments: Instruments,
         intervals: Intervals,
         stop: StopRequest,
@@ -63,7 +64,8 @@ class Trainer:
         saved_step: int | None,
     ) -> None:
         self._engine, self._loader, self._validator, self._savers = engine, loader, validator, savers
-        self._group, self._intervals, self._stop = group, intervals, stop
+        self._group, self._counting = topology.world, topology.leads_replica
+        self._intervals, self._stop = intervals, stop
         self._meter, self._writers, self._console = instruments
         self.progress = progress
         self._saved_step = saved_step
@@ -114,7 +116,9 @@ class Trainer:
             batches = self._loader.next_step()
         except Exception as error:
             failure = error
-        counts = local_counts(batches.micro_batches if batches else [], len(self._meter.corpora))
+        # The ranks of a replica hold the same micro-batches: one of them counts.
+        counted = batches.micro_batches if batches and self._counting else []
+        counts = local_counts(counted, len(self._meter.corpora))
         *totals, stops, failures = self._group.sum_ints([*counts, int(bool(self._stop)), int(failure is not None)])
         if failures:
             together(self._group, "making the next step", lambda: _reraise(failure))

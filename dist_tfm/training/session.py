@@ -16,6 +16,7 @@ from dist_tfm.checkpoint.manager import CheckpointManager
 from dist_tfm.checkpoint.restore import load_weights_only, read_counters
 from dist_tfm.checkpoint.snapshots import SnapshotStore
 from dist_tfm.checkpoint.weights import find_checkpoint
+from dist_tfm.config.layout import check_world
 from dist_tfm.config.loading import config_from_yaml, config_to_yaml, differences, read_config
 from dist_tfm.config.schema import Config, LaunchConfig
 from dist_tfm.engine.base import Engine
@@ -94,7 +95,8 @@ def run(config: Config, topology: Topology, stop: StopRequest) -> int:
 
 
 def agree_on_configuration(config: Config, topology: Topology, fault: ConfigError | None) -> None:
-    """Raises on every rank if one of them could not read its configuration (`fault`), or reads another than rank 0."""
+    """Raises on every rank if one of them could not read its configuration (`fault`), or reads another than rank 0, or
+    if the processes cannot be laid out as it says."""
 
     def refuse() -> None:
         if fault is not None:
@@ -111,6 +113,8 @@ def agree_on_configuration(config: Config, topology: Topology, fault: ConfigErro
             raise ConfigError(f"all ranks need one configuration: {key} is {other!r} here and {one!r} on rank 0")
 
     together(topology.world, "comparing configurations", compare)
+    sizes = topology.ranks.world_size, topology.ranks.local_world_size
+    together(topology.world, "laying out the processes", lambda: check_world(config, *sizes))
 
 
 def build_engine(config: Config, vocab_size: int, topology: Topology) -> Engine:
@@ -248,16 +252,15 @@ def _build_trainer(
 ) -> Trainer:
     config, topology, console, directory = setting
     dtype = torch.float32 if engine.facts.precision == "fp32" else torch.bfloat16
-    peak = topology.data.sum_floats([peak_flops(topology.device, dtype)])[0]
+    peak = topology.world.sum_floats([peak_flops(topology.device, dtype)])[0]
     names = [corpus.name for corpus in config.data.corpora]
     meter = Meter(config.model, corpus.tokenizer.vocab_size, engine.facts, topology.device, peak, progress.flops, names)
     validator = Validator(
         engine,
         corpus.held_out,
         corpus.tokenizer,
-        topology.data,
+        topology,
         config.decode,
-        topology.device,
         console,
         averaged=config.train.ema > 0,
     )
@@ -275,7 +278,7 @@ def _build_trainer(
         loader=corpus.loader,
         validator=validator,
         savers=Savers(checkpoint=save, snapshot=save_snapshot),
-        group=topology.data,
+        topology=topology,
         instruments=Instruments(meter=meter, writers=writers, console=console),
         intervals=Intervals(config.train, config.checkpoint, config.log),
         stop=stop,

@@ -16,7 +16,7 @@ from dist_tfm.errors import RunError
 from dist_tfm.inference.greedy import greedy
 from dist_tfm.metrics.meter import perplexity
 from dist_tfm.metrics.writers import Console
-from dist_tfm.parallel.collectives import Group
+from dist_tfm.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,13 @@ class Validator:
         engine: Engine,
         held_out: HeldOut,
         tokenizer: Tokenizer,
-        group: Group,
+        topology: Topology,
         decode: DecodeConfig,
-        device: torch.device,
         console: Console,
         averaged: bool = False,
     ) -> None:
         self._engine, self._held_out, self._tokenizer = engine, held_out, tokenizer
-        self._group, self._decode, self._device, self._console = group, decode, device, console
+        self._topology, self._decode, self._console = topology, decode, console
         self._averaged = averaged
         self._sample = sample_ids(held_out.pairs, decode.valid_sentences)
 
@@ -77,13 +76,13 @@ class Validator:
         return record
 
     def _losses(self) -> dict[str, Any]:
-        sums = [self._engine.evaluate(batch) for batch in self._held_out.batches]
-        pairs, tokens = self._group.sum_ints(
-            [sum(len(b.pair_ids) for b in self._held_out.batches), sum(s.target_tokens for s in sums)]
-        )
+        world, batches = self._topology.world, self._held_out.batches
+        sums = [self._engine.evaluate(batch) for batch in batches]
+        mine = sum(len(b.pair_ids) for b in batches) if self._topology.leads_replica else 0
+        pairs, tokens = world.sum_ints([mine, sum(s.target_tokens for s in sums)])
         if pairs != self._held_out.pairs:
             raise RunError(f"validation covered {pairs} pairs over all ranks, expected exactly {self._held_out.pairs}")
-        loss, nll = self._group.sum_floats([sum(s.loss for s in sums), sum(s.nll for s in sums)])
+        loss, nll = world.sum_floats([sum(s.loss for s in sums), sum(s.nll for s in sums)])
         return {
             "valid_loss": loss / tokens,
             "valid_nll": nll / tokens,
@@ -100,29 +99,30 @@ class Validator:
             return {}
         mine = list(zip(self._held_out.batches, sums, strict=True))
         of = [[s for batch, s in mine if batch.corpus == number and batch.index >= 0] for number in numbers]
-        tokens = self._group.sum_ints([sum(s.target_tokens for s in corpus) for corpus in of])
-        nll = self._group.sum_floats([sum(s.nll for s in corpus) for corpus in of])
+        tokens = self._topology.world.sum_ints([sum(s.target_tokens for s in corpus) for corpus in of])
+        nll = self._topology.world.sum_floats([sum(s.nll for s in corpus) for corpus in of])
         return {
             f"valid_nll_{self._held_out.corpora[number]}": total / count
             for number, total, count in zip(numbers, nll, tokens, strict=True)
         }
 
     def _bleu(self) -> float:
-        """sacreBLEU of the sample; every rank decodes the sentences of its own batches, all ranks get the score."""
+        """sacreBLEU of the sample, on every rank. The ranks of a replica hold the same batches and share out each one's
+        sentences."""
         model = self._engine.plain_module()
-        wanted = np.asarray(self._sample)
+        wanted, replica = np.asarray(self._sample), self._topology.axes.model
         decoded: dict[str, str] = {}
         for batch in self._held_out.batches:
-            rows = np.flatnonzero(np.isin(batch.pair_ids, wanted))
+            rows = np.flatnonzero(np.isin(batch.pair_ids, wanted))[replica.rank :: replica.size]
             if len(rows) == 0:
                 continue
             width = int(batch.source_lengths[rows].max())
-            source = torch.from_numpy(batch.source[rows, :width]).to(self._device)
+            source = torch.from_numpy(batch.source[rows, :width]).to(self._topology.device)
             outputs = greedy(model, source, max_extra=self._decode.max_extra)
             for row, ids in zip(rows, outputs, strict=True):
                 decoded[str(int(batch.pair_ids[row]))] = self._tokenizer.decode(ids)
         texts: dict[str, str] = {}
-        for part in self._group.gather(cast(Any, decoded)):
+        for part in self._topology.world.gather(cast(Any, decoded)):
             texts.update(cast(dict[str, str], part))
         hypotheses = [texts[str(i)] for i in self._sample]
         references = [self._held_out.references[i] for i in self._sample]

@@ -11,9 +11,9 @@ from data_pipeline.api import Batch
 from dist_tfm.config.schema import OptimConfig, PrecisionConfig, ScheduleConfig
 from dist_tfm.engine.base import STATE_KINDS
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
-from dist_tfm.engine.fragments import tag_of
 from dist_tfm.model.initialization import initialize
 from dist_tfm.model.layers import LayerRunner
+from dist_tfm.parallel.tags import tag_of
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.optim import parameter_groups
@@ -78,7 +78,7 @@ def train_step(
     tokens = target_tokens(batches)
     mine = share(batches, topology.data.rank, topology.data.size)
     result = engine.train_batch(mine, step, tokens if count is None else count(mine))
-    loss, nll, counted = topology.data.sum_floats([result.sums.loss, result.sums.nll, result.sums.target_tokens])
+    loss, nll, counted = topology.world.sum_floats([result.sums.loss, result.sums.nll, result.sums.target_tokens])
     assert counted == tokens
     return {
         "loss": loss / tokens,

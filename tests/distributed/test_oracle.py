@@ -43,6 +43,8 @@ def test_facts_say_what_runs(worlds: Worlds, world: str, exact: Exact) -> None:
         "precision": exact.recipe.precision,
         "zero_stage": exact.stage,
         "world_size": int(world),
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
         "device": "cpu",
         "updates": exact.recipe.steps,
     }

@@ -19,11 +19,12 @@ from dist_tfm.checkpoint.snapshots import SnapshotStore
 from dist_tfm.checkpoint.weights import find_checkpoint, read_weights, verify
 from dist_tfm.config.loading import config_to_yaml, read_config
 from dist_tfm.config.schema import CheckpointConfig, Config, ModelConfig
-from dist_tfm.engine.base import STATE_KINDS, Fragment, Tag
+from dist_tfm.engine.base import STATE_KINDS, Fragment
 from dist_tfm.engine.moving_average import MovingAverage
 from dist_tfm.errors import InputError, RunError
 from dist_tfm.metrics.reading import validation_values
 from dist_tfm.parallel.collectives import SingleProcess
+from dist_tfm.parallel.tags import Tag
 
 SHAPES = {"embedding.weight": (5, 4), "norm.bias": (3,)}
 

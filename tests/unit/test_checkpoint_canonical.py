@@ -26,8 +26,9 @@ from dist_tfm.checkpoint.canonical import (
     write_state,
 )
 from dist_tfm.checkpoint.files import FileRecord, find_fault, seal, unseal, write_file
-from dist_tfm.engine.base import STATE_KINDS, Fragment, Tag
+from dist_tfm.engine.base import STATE_KINDS, Fragment
 from dist_tfm.errors import InputError
+from dist_tfm.parallel.tags import Tag
 
 SHAPES = {"a.weight": (12, 10), "b.weight": (6, 4), "c.bias": (7,)}
 

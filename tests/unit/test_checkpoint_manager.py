@@ -13,9 +13,10 @@ from dist_tfm.checkpoint import files, manager, restore
 from dist_tfm.checkpoint.manager import CheckpointManager
 from dist_tfm.checkpoint.restore import load_weights_only
 from dist_tfm.checkpoint.weights import find_checkpoint, read_weights
-from dist_tfm.engine.base import STATE_KINDS, Fragment, Tag
+from dist_tfm.engine.base import STATE_KINDS, Fragment
 from dist_tfm.errors import DistTfmError, InputError, RunError
 from dist_tfm.parallel.collectives import SingleProcess
+from dist_tfm.parallel.tags import Tag
 
 
 class TensorsEngine:

@@ -1,0 +1,92 @@
+"""Which combinations of tensor, pipeline, data parallelism and ZeRO there are, and the nearest one to any other.
+
+- parallel.tp divides model.heads and model.d_ff, and the processes of each host: its ranks share one.
+- parallel.pp is at most the number of layers: a stage holds at least one.
+- parallel.tp x parallel.pp divides the number of processes.
+- parallel.zero_stage: up to 1 with pipeline parallelism (stages 2 and 3 divide gradients that a stage still adds to),
+  up to 2 with tensor parallelism, up to 3 with neither.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dist_tfm.config.schema import Config, ModelConfig, ParallelConfig
+from dist_tfm.errors import ConfigError
+
+
+def highest_zero_stage(parallel: ParallelConfig) -> int:
+    """The highest ZeRO stage that goes with these tp and pp."""
+    return 1 if parallel.pp > 1 else 2 if parallel.tp > 1 else 3
+
+
+def layout_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """Faults of section `parallel` that can be told without knowing the number of processes."""
+    faults: list[str] = []
+    if model.heads % parallel.tp or model.d_ff % parallel.tp:
+        faults.append(
+            f"parallel.tp: expected a divisor of model.heads={model.heads} and of model.d_ff={model.d_ff}, found "
+            f"{parallel.tp}"
+        )
+    layers = model.encoder_layers + model.decoder_layers
+    if parallel.tp > 1:
+        faults.append(f"parallel.tp: expected 1 (this version has no tensor parallelism), found {parallel.tp}")
+    if parallel.pp > 1:
+        faults.append(f"parallel.pp: expected 1 (this version has no pipeline parallelism), found {parallel.pp}")
+    if parallel.pp > layers:
+        faults.append(f"parallel.pp: expected at most one stage for each of the {layers} layers, found {parallel.pp}")
+    highest = highest_zero_stage(parallel)
+    if parallel.zero_stage > highest:
+        together = "pipeline" if parallel.pp > 1 else "tensor"
+        faults.append(
+            f"parallel.zero_stage: expected at most {highest} together with {together} parallelism, found "
+            f"{parallel.zero_stage}"
+        )
+    nearest = f"; the nearest valid combination is {describe(_nearest(model, parallel))}"
+    return [fault + nearest for fault in faults]
+
+
+def check_world(config: Config, world_size: int, local_world_size: int) -> None:
+    """Raises ConfigError unless `world_size` processes, `local_world_size` of them on this host, can be laid out so."""
+    parallel = config.parallel
+    tp, pp, fault = parallel.tp, parallel.pp, ""
+    if world_size % (tp * pp):
+        fault = (
+            f"parallel.tp={tp} x parallel.pp={pp}: expected a number of processes that {tp * pp} divides, found "
+            f"{world_size}: start {-(-world_size // (tp * pp)) * tp * pp} processes"
+        )
+    elif local_world_size % tp:
+        fault = (
+            f"parallel.tp: expected a divisor of the {local_world_size} processes on each host, which its ranks share, "
+            f"found {tp}: start a multiple of {tp} on each host"
+        )
+    if fault:
+        nearest = describe(_nearest(config.model, parallel, world_size, local_world_size))
+        raise ConfigError(f"{fault}, or take the nearest valid combination, {nearest}")
+
+
+def describe(parallel: ParallelConfig) -> str:
+    """A combination as a user gives it."""
+    return f"parallel.tp={parallel.tp} parallel.pp={parallel.pp} parallel.zero_stage={parallel.zero_stage}"
+
+
+def _nearest(
+    model: ModelConfig, asked: ParallelConfig, world_size: int | None = None, local_world_size: int | None = None
+) -> ParallelConfig:
+    """The valid combination whose tp and pp differ least from those asked for, by factors; of two such the smaller."""
+
+    def distance(tp_pp: tuple[int, int]) -> tuple[float, int]:
+        tp, pp = tp_pp
+        return abs(math.log(tp / asked.tp)) + abs(math.log(pp / asked.pp)), tp * pp
+
+    tp, pp = min(_valid(model, world_size, local_world_size), key=distance)
+    near = replace(asked, tp=tp, pp=pp)
+    return replace(near, zero_stage=min(near.zero_stage, highest_zero_stage(near)))
+
+
+def _valid(model: ModelConfig, world_size: int | None, local_world_size: int | None) -> Iterator[tuple[int, int]]:
+    """Every valid (tp, pp), on any number of processes where that is not given."""
+    shards = math.gcd(model.heads, model.d_ff, local_world_size or 0)  # gcd(n, 0) = n
+    for tp in range(1, shards + 1):
+        if shards % tp == 0:
+            yield from ((tp, pp) for pp in range(1, 2) if world_size is None or world_size % (tp * pp) == 0)

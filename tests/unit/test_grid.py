@@ -1,0 +1,84 @@
+"""The grid of processes, and which combinations of parallelism a configuration may ask for."""
+
+from dataclasses import replace
+
+import pytest
+
+from dist_tfm.config.layout import check_world, layout_faults
+from dist_tfm.config.schema import Config, ModelConfig, ParallelConfig
+from dist_tfm.errors import ConfigError
+from dist_tfm.parallel.axis import Alone
+from dist_tfm.parallel.grid import AxisName, Grid, Place
+
+GRIDS = [(1, 1, 1), (4, 2, 1), (4, 1, 2), (8, 2, 2), (12, 2, 3), (8, 8, 1), (3, 1, 1)]
+AXES: tuple[AxisName, ...] = ("tensor", "pipe", "data", "model")
+
+
+def test_rank_is_pipe_then_data_then_tensor() -> None:
+    grid = Grid.of(8, tp=2, pp=2)
+    assert grid == Grid(tp=2, pp=2, dp=2)
+    assert [grid.place(rank) for rank in (0, 1, 2, 4, 7)] == [
+        Place(pipe=0, data=0, tensor=0),
+        Place(pipe=0, data=0, tensor=1),
+        Place(pipe=0, data=1, tensor=0),
+        Place(pipe=1, data=0, tensor=0),
+        Place(pipe=1, data=1, tensor=1),
+    ]
+    assert grid.rows("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert grid.rows("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert grid.rows("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert grid.rows("model") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize(("world", "tp", "pp"), GRIDS)
+def test_rows_of_each_axis_divide_the_world(world: int, tp: int, pp: int) -> None:
+    grid = Grid.of(world, tp, pp)
+    assert grid.size == world
+    assert [grid.rank(grid.place(rank)) for rank in range(world)] == list(range(world))
+    sizes = {"tensor": tp, "pipe": pp, "data": grid.dp, "model": tp * pp}
+    for axis in AXES:
+        rows = grid.rows(axis)
+        assert sorted(rank for row in rows for rank in row) == list(range(world))
+        assert {len(row) for row in rows} == {sizes[axis]}
+        for row in rows:
+            moved = [tuple(getattr(grid.place(rank), name) for name in Place._fields if name != axis) for rank in row]
+            assert axis == "model" or len(set(moved)) == 1
+            # A row is in the order of its axis; of a replica, the pipe comes first.
+            assert row == sorted(row)
+
+
+@pytest.mark.parametrize(("world", "tp", "pp"), [(4, 3, 1), (4, 2, 4), (2, 0, 1)])
+def test_a_grid_that_does_not_fit_is_refused(world: int, tp: int, pp: int) -> None:
+    with pytest.raises(ValueError, match="to divide"):
+        Grid.of(world, tp, pp)
+
+
+def test_an_axis_of_length_one_has_no_group() -> None:
+    with pytest.raises(ValueError, match="no process group"):
+        _ = Alone(3).group
+    assert list(Alone(3).members) == [3]
+
+
+MODEL = ModelConfig(heads=8, d_ff=2048)
+
+
+def test_a_valid_combination_has_no_fault() -> None:
+    assert layout_faults(MODEL, ParallelConfig(tp=1, zero_stage=3)) == []
+    check_world(Config(), 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "local", "expected", "nearest"),
+    [
+        (ParallelConfig(tp=2), 3, 3, "that 2 divides, found 3: start 4 processes", "tp=1 parallel.pp=1"),
+        (ParallelConfig(tp=4), 6, 6, "that 4 divides, found 6: start 8 processes", "tp=2 parallel.pp=1"),
+        (ParallelConfig(tp=4), 4, 2, "the 2 processes on each host", "tp=2 parallel.pp=1"),
+    ],
+)
+def test_processes_that_cannot_be_laid_out_are_refused(
+    parallel: ParallelConfig, world: int, local: int, expected: str, nearest: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_world(replace(Config(), parallel=parallel), world, local)
+    assert expected in str(refused.value)
+    assert f"nearest valid combination, parallel.{nearest}" in str(refused.value)
