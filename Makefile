@@ -37,6 +37,8 @@ format: install
 bench: install
 	$(BIN)/python benchmarks/loader_throughput.py --json benchmarks/results/loader_throughput.json
 	$(BIN)/python benchmarks/train_throughput.py --json benchmarks/results/train_throughput.json
+	$(BIN)/python benchmarks/decode_throughput.py --setup
+	$(BIN)/python benchmarks/decode_throughput.py --against huggingface --json benchmarks/results/decode_throughput.json
 	$(BIN)/python benchmarks/tables.py
 
 # Kills real training jobs at random moments, at length (the short version is part of `make test`).

@@ -1,0 +1,98 @@
+"""Other people's programs to measure beside ours: each in an environment of its own, which shares this one's torch.
+
+A peer works in a process of its own (a script in this folder) and is asked for one piece of work at a time, so that the
+two sides take turns: requests and answers are JSON, a line each, on its standard input and output.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.harness import ROOT, say
+from dist_tfm.errors import ConfigError, RunError
+
+FOLDER = ROOT / ".venv-peers"
+PACKAGES = {"huggingface": ("transformers==5.24.0",)}
+"""What each peer is made of, beside what this environment holds."""
+
+
+def set_up(peer: str) -> None:
+    """Makes the environment of a peer, or finishes one that was begun. Raises RunError if a package cannot be had.
+
+    constraints.txt holds there too, so that no package replaces the torch that both sides must share.
+    """
+    folder = FOLDER / peer
+    say(f"setting up {folder.relative_to(ROOT)}: {' '.join(PACKAGES[peer])}")
+    if not _interpreter(peer).is_file():
+        venv.create(folder, with_pip=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    command = [str(_interpreter(peer)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "--constraint", str(ROOT / "constraints.txt"), *PACKAGES[peer]])
+    if done.returncode:
+        raise RunError(f"the packages of {peer} could not be installed (pip ended with {done.returncode}): see above")
+
+
+def _interpreter(peer: str) -> Path:
+    return FOLDER / peer / "bin" / "python"
+
+
+class Peer:
+    """A peer's process, from `with` to its end. Raises ConfigError if its environment is missing."""
+
+    def __init__(self, name: str, script: str, threads: int) -> None:
+        interpreter = _interpreter(name)
+        if not interpreter.is_file():
+            raise ConfigError(f"expected {name} in {FOLDER.relative_to(ROOT)}, found nothing: run this with --setup")
+        self._name = name
+        # Nobody needs the network: weights and inputs come from us.
+        offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            [str(interpreter), str(ROOT / "benchmarks" / script)],
+            env={**os.environ, **offline},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closing its input ends it; a fault of ours ends it at once."""
+        if fault is not None:
+            self._process.kill()
+        self._process.communicate()
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """Its answer to one request. Raises RunError if it has died; what it said stands on standard error."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise RunError(f"the process of {self._name} ended with exit code {self._process.wait()}: see above")
+        return json.loads(answer)
+
+
+def answer_requests(answer: Mapping[str, Any]) -> None:
+    """The peer's side: answers each request by the function that `do` names, given its other keys, until input ends.
+
+    What libraries print goes to standard error, where it cannot be taken for an answer.
+    """
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(answer[request.pop("do")](**request)), file=answers, flush=True)
