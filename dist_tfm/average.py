@@ -81,7 +81,7 @@ def _choose(options: argparse.Namespace) -> list[Path]:
     from dist_tfm.checkpoint.average import choose_best, choose_last, find_members, newest_checkpoint
     from dist_tfm.checkpoint.layout import CONFIG
     from dist_tfm.config.loading import read_config
-    from dist_tfm.metrics.reading import validation_values
+    from dist_tfm.metrics.reading import metric_values
 
     if options.ema:
         return [newest_checkpoint(options.run)]
@@ -89,7 +89,7 @@ def _choose(options: argparse.Namespace) -> list[Path]:
     if options.best is None:
         return choose_last(members, options.last)
     metric = read_config(members[-1] / CONFIG).checkpoint.best_metric
-    values = validation_values(options.run / "metrics.jsonl", metric)
+    values = metric_values(options.run / "metrics.jsonl", metric)
     return choose_best(members, options.best, values, larger_is_better=metric == "valid_bleu")
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from dist_tfm.errors import InputError
 
 
-def validation_values(metrics: Path, key: str) -> dict[int, float]:
-    """Step to value of `key` (valid_nll, valid_bleu) in the validation lines of a metrics.jsonl.
+def metric_values(metrics: Path, key: str) -> dict[int, float]:
+    """Step to value of `key` in those lines of a metrics.jsonl that have it: loss in training lines, valid_nll and
+    valid_bleu in validation lines.
 
     A last line that a kill broke is left out, as are values that are no finite number. Raises InputError if the file is
     missing or one of its other lines is no record.

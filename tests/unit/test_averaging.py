@@ -22,7 +22,7 @@ from dist_tfm.config.schema import CheckpointConfig, Config, ModelConfig
 from dist_tfm.engine.base import STATE_KINDS, Fragment
 from dist_tfm.engine.moving_average import MovingAverage
 from dist_tfm.errors import InputError, RunError
-from dist_tfm.metrics.reading import validation_values
+from dist_tfm.metrics.reading import metric_values
 from dist_tfm.parallel.collectives import SingleProcess
 from dist_tfm.parallel.tags import Tag
 
@@ -317,7 +317,7 @@ def test_moving_average_follows_its_formula() -> None:
     )
 
 
-def test_validation_values_are_read_from_the_metrics(tmp_path: Path) -> None:
+def test_metric_values_are_read_from_the_metrics(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [
         {"step": 1, "loss": 9.0},
@@ -326,10 +326,10 @@ def test_validation_values_are_read_from_the_metrics(tmp_path: Path) -> None:
         {"step": 3, "valid_nll": 6},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "valid_nll": 5')
-    assert validation_values(path, "valid_nll") == {1: 7.5, 3: 6.0}
-    assert validation_values(path, "valid_bleu") == {}
+    assert metric_values(path, "valid_nll") == {1: 7.5, 3: 6.0}
+    assert metric_values(path, "valid_bleu") == {}
     with pytest.raises(InputError, match="cannot be read"):
-        validation_values(tmp_path / "none", "valid_nll")
+        metric_values(tmp_path / "none", "valid_nll")
     path.write_text('{"step": 1}\nnothing\n')
     with pytest.raises(InputError, match="line 2: expected a record"):
-        validation_values(path, "valid_nll")
+        metric_values(path, "valid_nll")
