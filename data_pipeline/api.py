@@ -5,7 +5,7 @@ Shapes: B sentences in a micro-batch, S padded source length, T padded target le
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,11 +77,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Section `tokenizer`: the shared SentencePiece BPE that `prepare` trains."""
+    """Section `tokenizer`: from text to ids, shared by both languages.
+
+    bpe: a SentencePiece BPE that `prepare` trains. sentencepiece: your own model. words: text that is segmented already
+    (subword-nmt's @@ is taken out again), by your own vocabulary or the most frequent tokens. ids: numbers already.
+    """
 
     __pydantic_config__ = SECTION
 
-    vocab_size: Annotated[int, Field(ge=300)] = 4000  # 256 byte pieces + 4 special ids + characters + merges
+    kind: Literal["bpe", "sentencepiece", "words", "ids"] = "bpe"
+    model: str = ""  # sentencepiece: the model's file; words: a vocabulary, one token a line; "": counted
+    vocab_size: Annotated[int, Field(ge=300)] = 4000  # bpe: 256 byte pieces + 4 special ids + characters + merges
     character_coverage: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     sample_lines: NotNegative = 4_000_000  # lines sampled (seeded) to train on; 0: all
 

@@ -57,8 +57,11 @@ def write_train_shards(
 
     A shard that an interrupted preparation has finished is recognised by its entry in `work` and kept.
     """
-    keys = np.sort(np.concatenate([part.keys for part in parts]))
+    keys = np.concatenate([part.keys for part in parts])
+    keys.sort()
     firsts = keys[:: layout.pairs_per_shard].tolist()
+    # Eight bytes a pair, of which no more is needed than the first one of each shard.
+    del keys
     entries: list[ShardEntry] = []
     for number, (low, high) in enumerate(zip(firsts, [*firsts[1:], 1 << 64], strict=True)):
         noted = work / f"{folder.name}-{number:06d}.json"

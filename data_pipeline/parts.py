@@ -102,8 +102,11 @@ class Part:
         self._stays = np.ones(len(self._all_keys), dtype=np.bool_)
         inside = places < len(dropped)
         self._stays[inside] = dropped[places[inside]] != self._all_keys[inside]
-        self.keys: Keys = self._all_keys[self._stays]
+
+    @property
+    def keys(self) -> Keys:
         """Sorted keys of the pairs that are not dropped."""
+        return self._all_keys if self._stays.all() else self._all_keys[self._stays]
 
     def hashes(self) -> Keys:
         """[pairs]: hashes of all pairs, in the order of their keys. Read from the disk."""

@@ -35,7 +35,8 @@ from data_pipeline.report import describe_rejections, print_report, write_report
 from data_pipeline.sides import is_streamed, read_sides
 from data_pipeline.slices import Slice, open_slice, read_slice, seal_slice
 from data_pipeline.steps import Duplicates, HeldOut, find, pair_filters, steps_to_json
-from data_pipeline.tokenizer import Tokenizer, train_tokenizer
+from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.tokenizer_training import learns, make_tokenizer
 
 PAIRS_PER_PIECE = 32_768
 """Size of the pieces that a slice is cut into: what one process encodes, and an interruption loses, at a time."""
@@ -137,16 +138,22 @@ class Preparation:
     def _tokenizer(self) -> Tokenizer:
         path = self._folder / TOKENIZER_FILE
         if not path.is_file():
-            self._log(f"training the tokenizer ({self._tokenizer_config.vocab_size:,} ids)")
-            sample = self._sample()
-            first = next(sample, None)
-            if first is None:
-                raise InputError(
-                    f"no pair of {self._data.train_source} and {self._data.train_target} is left to train a tokenizer "
-                    "on: data.clean rejects all of them, or all are blank"
-                )
-            write_bytes_atomically(path, train_tokenizer(itertools.chain((first,), sample), self._tokenizer_config))
+            config = self._tokenizer_config
+            if learns(config):
+                self._log(f"training the tokenizer ({config.vocab_size:,} ids)")
+            write_bytes_atomically(path, make_tokenizer(self._lines() if learns(config) else (), config))
         return Tokenizer.load(path)
+
+    def _lines(self) -> Iterator[str]:
+        """What the tokenizer learns from. Raises InputError if there is nothing."""
+        sample = self._sample()
+        first = next(sample, None)
+        if first is None:
+            raise InputError(
+                f"no pair of {self._data.train_source} and {self._data.train_target} is left to train a tokenizer on: "
+                "data.clean rejects all of them, or all are blank"
+            )
+        return itertools.chain((first,), sample)
 
     def _sample(self) -> Iterator[str]:
         """Cleaned lines of both sides, of a seeded sample of the pairs that cleaning keeps (of those that are too long,

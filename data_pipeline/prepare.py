@@ -44,7 +44,9 @@ from data_pipeline.record import (
     read_record,
 )
 from data_pipeline.report import REPORT_FILE
+from data_pipeline.settings import faults_error
 from data_pipeline.slices import Slice, complete_division, parse_slice
+from data_pipeline.tokenizer_training import tokenizer_faults
 
 WHOLE = Slice(0, 1)
 Stage = Literal["all", "tokenizer", "finish"] | Slice
@@ -56,13 +58,15 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, log: Log, stage: Stage
 
     If the corpus is not there but shards are, they are checked against the configuration and against the checksums
     that were recorded of the corpus. Raises InputError (also when the folder was prepared from something else, or a
-    stage's predecessor has not ended) and RunError (no space left, an encoding process died).
+    stage's predecessor has not ended), ConfigError and RunError (no space left, an encoding process died).
     """
     if data.corpora:
         raise ConfigError(
             "data.corpora names corpora that are prepared each by itself: run prepare for each, without data.corpora, "
             "with its own data.shards and one tokenizer for all"
         )
+    if faults := tokenizer_faults(tokenizer):
+        raise faults_error(faults)
     folder = Path(data.shards)
     try:
         known = read_record(folder)

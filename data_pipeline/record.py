@@ -19,11 +19,13 @@ from data_pipeline.index import FORMAT_VERSION
 from data_pipeline.sides import measure_side, stat_side
 from data_pipeline.sources import resolve, unequal_sides
 from data_pipeline.steps import HeldOut, find, steps_to_json
+from data_pipeline.tokenizer_training import model_checksum
 
 RECORD_FILE = "DATA.json"
 LOCK_FILE = ".lock"
 CORPUS_KEYS = ("train_source", "train_target", "valid_source", "valid_target")
 _CLEANING_KEYS = ("max_length", "max_ratio")
+_EXPECTED = {"sentencepiece": "a SentencePiece model", "words": "a vocabulary, one token a line"}
 _SHARD_KEYS = ("pairs_per_block", "pairs_per_shard", "shuffle_seed")
 
 
@@ -108,6 +110,7 @@ def make_record(data: DataConfig, tokenizer: TokenizerConfig, known: Record | No
         # 5 and 5.0 are the same setting, and must be the same JSON.
         "data.max_ratio": float(data.max_ratio),
         "tokenizer.character_coverage": float(tokenizer.character_coverage),
+        "tokenizer.model": _model_checksum(tokenizer, known),
     }
     canonical = json.dumps(ingredients, sort_keys=True).encode()
     return Record(hashlib.sha256(canonical).hexdigest(), ingredients, corpus)
@@ -124,6 +127,16 @@ def _corpus_names(data: DataConfig) -> dict[str, str]:
             f"clean.held_out.test.{number}.target": test.target,
         }
     return names
+
+
+def _model_checksum(tokenizer: TokenizerConfig, known: Record | None) -> str:
+    """Of the tokenizer that is taken over; like a corpus, it counts as unchanged when it is not there any more."""
+    checksum = model_checksum(tokenizer)
+    if checksum is None and known is not None:
+        return str(known.ingredients.get("tokenizer.model", ""))
+    if checksum is None:
+        raise InputError(f"tokenizer.model {tokenizer.model} not found: expected {_EXPECTED[tokenizer.kind]}")
+    return checksum
 
 
 def _shown(name: str) -> str:

@@ -9,6 +9,7 @@ import yaml
 
 from data_pipeline.mixture import mixture_faults
 from data_pipeline.settings import Layers, build_sections, faults_error, read_saved_sections, to_yaml
+from data_pipeline.tokenizer_training import tokenizer_faults
 from dist_tfm.config.layout import layout_faults
 from dist_tfm.config.schema import Config, DataConfig, DecodeConfig, ModelConfig
 
@@ -41,6 +42,7 @@ def check_sections(sections: Mapping[str, Any]) -> None:
         faults.append(f"data.lanes: expected a divisor of data.micro_batches={data.micro_batches}, found {data.lanes}")
     faults += mixture_faults(data)
     faults += layout_faults(model, sections["parallel"])
+    faults += tokenizer_faults(sections["tokenizer"])
     faults += decode_faults(sections["decode"])
     if sections["checkpoint"].best_metric == "valid_bleu" and not sections["decode"].valid_sentences:
         faults.append(

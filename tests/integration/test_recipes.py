@@ -1,0 +1,141 @@
+"""The data sections of the bundled recipes, as they are, over small local files of the formats that they name."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data_pipeline.api import DataConfig, TokenizerConfig
+from data_pipeline.prepare import check_prepared, prepare
+from data_pipeline.prepared import PreparedData, open_prepared
+from data_pipeline.ragged import starts_of
+from data_pipeline.settings import load_sections
+from data_pipeline.shards import ShardReader
+from data_pipeline.sources import read_pairs, resolve
+from data_pipeline.validation import read_texts
+from dist_tfm.config.loading import SECTIONS, check_sections
+
+SPLITS = {"train": 400, "validation": 20, "test": 30}
+COUNTS = {"base_ende": 4_508_785, "big_ende": 4_508_785, "base_enfr": 40_836_715, "big_enfr": 40_836_715}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that lies where `wmt14` is looked for first, with the layout that the hub's data set has."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    names = ("embedded:swmsg_ende/train.en.xz", "embedded:swmsg_ende/train.de.xz")
+    pairs = list(read_pairs(*map(resolve, names)))
+    card = ["configs:"]
+    for pair, languages in (("de-en", ("en", "de")), ("fr-en", ("en", "fr"))):
+        folder = tmp_path / "wmt14" / pair
+        folder.mkdir(parents=True)
+        card += [f"- config_name: {pair}", "  data_files:"]
+        first = 0
+        for split, count in SPLITS.items():
+            chosen = pairs[first : first + count]
+            # The last pairs of the training text are pairs of the other splits: they must not be trained on.
+            chosen = chosen if split != "train" else [*chosen, *pairs[400:405], *pairs[420:427]]
+            rows = [dict(zip(languages, row, strict=True)) for row in chosen]
+            pyarrow.parquet.write_table(pyarrow.table({"translation": rows}), folder / f"{split}-0.parquet")
+            card += [f"  - split: {split}", f"    path: {pair}/{split}-*"]
+            first += count
+    (tmp_path / "wmt14" / "README.md").write_text("---\n" + "\n".join(card) + "\n---\n")
+    return tmp_path
+
+
+def prepare_recipe(name: str, *overrides: tuple[str, str]) -> tuple[DataConfig, PreparedData, list[str]]:
+    small = [("data.shards", "shards"), ("tokenizer.vocab_size", "700")]
+    sections = load_sections(name, [*small, *overrides], SECTIONS)
+    check_sections(sections)
+    data, tokenizer = sections["data"], sections["tokenizer"]
+    said: list[str] = []
+    prepare(data, tokenizer, said.append)
+    check_prepared(data, tokenizer)
+    return data, open_prepared(Path("shards")), said
+
+
+def texts_of(reader: ShardReader, prepared: PreparedData) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for number in range(reader.blocks):
+        block = reader.block(number)
+        sides = []
+        for flat, lengths in ((block.source, block.source_lengths), (block.target, block.target_lengths)):
+            starts = starts_of(lengths).tolist()
+            sides.append([prepared.tokenizer.decode(flat[a:b].tolist()) for a, b in itertools.pairwise(starts)])
+        found += list(zip(*sides, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", ["base_ende", "base_enfr"])
+def test_wmt14_recipes_read_the_hub_s_layout(hub: Path, name: str) -> None:
+    data, prepared, said = prepare_recipe(name)
+    report = json.loads(Path("shards/report.json").read_bytes())["train"]
+    assert report["read"] == 412
+    assert report["rejected"]["held_out"] == 12, "of the validation and of the test set"
+    assert report["kept"] == prepared.train.index.pairs == len(texts_of(prepared.train, prepared))
+    sources, references = read_texts(prepared.valid.folder, prepared.valid.index)
+    assert (len(sources), len(references)) == (20, 20)
+    pairs = list(read_pairs(*map(resolve, ("embedded:swmsg_ende/train.en.xz", "embedded:swmsg_ende/train.de.xz"))))
+    assert (sources[0], references[0]) == pairs[400]
+    (warning,) = [line for line in said if line.startswith("warning")]
+    assert f"has 412 pairs, data.expected_pairs says {COUNTS[name]:,}" in warning
+    # The hub need not be there any more.
+    (hub / "wmt14").rename(hub / "away")
+    check_prepared(data, TokenizerConfig(vocab_size=700))
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_recipes_write_their_expected_counts_down(name: str) -> None:
+    assert load_sections(name, [], SECTIONS)["data"].expected_pairs == COUNTS[name]
+
+
+def test_the_paracrawl_recipe_streams_and_cleans(hub: Path) -> None:
+    pairs = list(read_pairs(*map(resolve, ("embedded:swmsg_ende/train.en.xz", "embedded:swmsg_ende/train.de.xz"))))
+    rows = [
+        *pairs[:300],
+        *pairs[10:20],
+        (pairs[405][0], pairs[405][1] + " anders"),
+        ("page 1234", "Seite 5678"),
+        ("Same one", "same one"),
+    ]
+    (hub / "en-de.txt").write_text("".join(f"{s}\t{t}\n" for s, t in rows), encoding="utf-8")
+    url = f"tsv:file://{hub}/en-de.txt"
+    overrides = [("data.train_source", f"{url}#1"), ("data.train_target", f"{url}#2")]
+    _, prepared, said = prepare_recipe("paracrawl_ende", *overrides)
+    assert "fetched 313 pairs" in said
+    report = json.loads(Path("shards/report.json").read_bytes())["train"]
+    assert report["read"] == 313
+    assert report["rejected"]["held_out"] == report["rejected"]["identical"] == 1
+    assert report["rejected"]["digits"] >= 1
+    assert report["rejected"]["duplicates"] >= 10
+    found = texts_of(prepared.train, prepared)
+    assert len({pair[0] for pair in found}) == len(found) == report["kept"]
+    assert not Path("shards/.work").exists()
+
+
+def test_segmented_text_and_ids_are_prepared_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "segmented").write_text("the un@@ know@@ able cat\nthe dog\n" * 5)
+    (tmp_path / "numbers").write_text("4 5 600\n7 3\n" * 5)
+    (tmp_path / "vocab").write_text("the 9\nun@@ 5\nknow@@ 5\nable 5\ncat 5\n")
+    for kind, text, back, more in (
+        ("words", "segmented", {"the unknowable cat", "the"}, ("model", tmp_path / "vocab")),
+        ("ids", "numbers", {"4 5 600", "7"}, ("vocab_size", 601)),
+    ):
+        names = {f"data.{s}_{t}": tmp_path / text for s in ("train", "valid") for t in ("source", "target")}
+        settings = {**names, "data.shards": tmp_path / kind, "tokenizer.kind": kind, f"tokenizer.{more[0]}": more[1]}
+        sections = load_sections("tiny", [(key, str(value)) for key, value in settings.items()], SECTIONS)
+        prepare(sections["data"], sections["tokenizer"], lambda _: None)
+        prepared = open_prepared(tmp_path / kind)
+        assert {side for pair in texts_of(prepared.train, prepared) for side in pair} == back
+        (tmp_path / "vocab").write_text("other\n")
+        if kind == "words":
+            with pytest.raises(Exception, match=r"tokenizer\.model was .* there and is"):
+                check_prepared(sections["data"], sections["tokenizer"])
+            (tmp_path / "vocab").unlink()
+            check_prepared(sections["data"], sections["tokenizer"])
