@@ -3,7 +3,7 @@
 import hashlib
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 RULES = 1
@@ -30,6 +30,9 @@ REASONS: Mapping[str, str] = {
 LINE_SEPARATORS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 """Everything that some reader takes for the end of a line (str.splitlines takes all of them)."""
 
+_TOGETHER = 16
+_BETWEEN = "|"
+
 _SPACES = re.compile(r"\s+")
 _CONTROLS = {code: " " if chr(code).isspace() else None for code in (*range(0x20), *range(0x7F, 0xA0))}
 # U+FEFF is a byte order mark; U+2581 is SentencePiece's own sign for a space, which would come back as one.
@@ -42,11 +45,27 @@ def normalise(text: str) -> str:
     Controls that are white space, and line separators, count as white space. Idempotent; clean text is returned as the
     very object that it is.
     """
-    # Most text is clean already. Printable text has no controls and no white space but plain spaces.
-    tidy = text.isprintable() and "  " not in text and text[:1] != " " and text[-1:] != " " and "\u2581" not in text
-    if tidy and unicodedata.is_normalized("NFC", text):
+    # Most text is clean already.
+    if text[:1] != " " and text[-1:] != " " and _is_tidy(text):
         return text
     return _SPACES.sub(" ", unicodedata.normalize("NFC", text.translate(_TRANSLATION))).strip()
+
+
+def normalise_all(texts: Sequence[str]) -> list[str]:
+    """`normalise` of every text: faster, since texts are looked at several at a time."""
+    cleaned: list[str] = []
+    for first in range(0, len(texts), _TOGETHER):
+        some = texts[first : first + _TOGETHER]
+        # What stands between the texts makes spaces at their ends visible. A piece of a tidy text is tidy.
+        joined = f"{_BETWEEN}{_BETWEEN.join(some)}{_BETWEEN}"
+        tidy = f"{_BETWEEN} " not in joined and f" {_BETWEEN}" not in joined and _is_tidy(joined)
+        cleaned += some if tidy else map(normalise, some)
+    return cleaned
+
+
+def _is_tidy(text: str) -> bool:
+    """Whether nothing is to be done but at the ends. Printable text has no controls, and no white space but spaces."""
+    return text.isprintable() and "  " not in text and "\u2581" not in text and unicodedata.is_normalized("NFC", text)
 
 
 def changes_of(text: str) -> set[str]:

@@ -15,18 +15,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.clean import BLANK, TOO_LONG, CleaningReport, changes_of, hash_of, hash_of_pair, normalise
+from data_pipeline.clean import BLANK, TOO_LONG, CleaningReport, changes_of, hash_of, hash_of_pair, normalise_all
 from data_pipeline.errors import DistTfmError, InputError, RunError, describe_os_error
 from data_pipeline.files import write_bytes_atomically
 from data_pipeline.parts import SHUFFLE, EncodedPairs, Keys, line_keys, write_part
-from data_pipeline.ragged import Integers, smallest_unsigned
 from data_pipeline.steps import Duplicates, Filter, HeldOut, Length, find, pair_filters, steps_from_json
 from data_pipeline.tokenizer import Tokenizer
 
@@ -85,13 +84,6 @@ def pieces_of(
         yield Piece(number, np.array(lines, dtype=np.int64), sources, targets)
 
 
-def flatten(ids: Sequence[Sequence[int]], dtype: np.dtype[np.unsignedinteger[Any]]) -> tuple[Integers, Integers]:
-    """(flat ids, lengths) of ragged lists."""
-    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-    flat: Integers = np.fromiter(chain.from_iterable(ids), dtype=dtype, count=int(lengths.sum()))
-    return flat, lengths.astype(smallest_unsigned(int(lengths.max(initial=0))))
-
-
 class Cleaner:
     """Normalises the pairs of a piece and asks the steps of `data.clean` that judge by text, in their order."""
 
@@ -104,10 +96,10 @@ class Cleaner:
         rows: list[int] = []
         sources: list[str] = []
         targets: list[str] = []
-        for row, (raw_source, raw_target) in enumerate(zip(piece.sources, piece.targets, strict=True)):
-            source, target = normalise(raw_source), normalise(raw_target)
-            if source is not raw_source or target is not raw_target:
-                for change in changes_of(raw_source) | changes_of(raw_target):
+        cleaned = (normalise_all(piece.sources), normalise_all(piece.targets))
+        for row, (source, target) in enumerate(zip(*cleaned, strict=True)):
+            if source is not piece.sources[row] or target is not piece.targets[row]:
+                for change in changes_of(piece.sources[row]) | changes_of(piece.targets[row]):
                     report.change(change)
             for reason, rejects in filters:
                 if rejects(source, target):
@@ -152,21 +144,17 @@ class Encoder:
         """Cleans and encodes a piece."""
         report = CleaningReport(read=len(piece.sources))
         kept, *texts = self._cleaner.clean(piece, report)
-        ids = [self.tokenizer.encode_normalised(side) for side in texts]
-        if self._longest is not None:
-            longest = self._longest
-            fits = [len(s) <= longest and len(t) <= longest for s, t in zip(*ids, strict=True)]
-            if lost := fits.count(False):
-                report.reject(TOO_LONG, lost)
-                kept = list(compress(kept, fits))
-                texts = [list(compress(side, fits)) for side in texts]
-                ids = [list(compress(side, fits)) for side in ids]
-        report.kept = len(kept)
+        (source, source_lengths), (target, target_lengths) = (self.tokenizer.encode_flat(side) for side in texts)
         lines = piece.lines[kept]
         keys = line_keys(self.rules.shuffle_seed or 0, SHUFFLE, lines)
-        source, source_lengths = flatten(ids[0], self.tokenizer.id_dtype)
-        target, target_lengths = flatten(ids[1], self.tokenizer.id_dtype)
         pairs = EncodedPairs(keys, source, source_lengths, target, target_lengths)
+        if self._longest is not None:
+            fits = np.maximum(source_lengths, target_lengths) <= self._longest
+            if not fits.all():
+                report.reject(TOO_LONG, len(fits) - int(fits.sum()))
+                pairs, lines = pairs.take(np.flatnonzero(fits)), lines[fits]
+                texts = [list(compress(side, fits)) for side in texts]
+        report.kept = len(lines)
         return EncodedPiece(pairs, list(zip(*texts, strict=True)), lines, self._hashes(*texts), report)
 
     def _hashes(self, sources: Sequence[str], targets: Sequence[str]) -> Keys:

@@ -1,5 +1,7 @@
-"""Ragged rows in one flat array: row i is flat[starts[i] : starts[i] + lengths[i]]. No loop over rows anywhere."""
+"""Ragged rows in one flat array: row i is flat[starts[i] : starts[i] + lengths[i]]. No loop over rows."""
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,3 +28,10 @@ def positions_of(starts: Integers, lengths: Integers) -> NDArray[np.int64]:
 def smallest_unsigned(largest: int) -> np.dtype[np.unsignedinteger[Any]]:
     """uint8, uint16 or uint32: the smallest that holds `largest`."""
     return np.dtype(np.uint8 if largest < 1 << 8 else np.uint16 if largest < 1 << 16 else np.uint32)
+
+
+def flatten(ids: Sequence[Sequence[int]], dtype: np.dtype[np.unsignedinteger[Any]]) -> tuple[Integers, Integers]:
+    """(flat ids, lengths) of ragged lists."""
+    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+    flat: Integers = np.fromiter(chain.from_iterable(ids), dtype=dtype, count=int(lengths.sum()))
+    return flat, lengths.astype(smallest_unsigned(int(lengths.max(initial=0))))

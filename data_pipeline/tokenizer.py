@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.api import UNK
-from data_pipeline.clean import LINE_SEPARATORS, normalise
+from data_pipeline.clean import LINE_SEPARATORS, normalise_all
 from data_pipeline.errors import InputError
 from data_pipeline.files import read_regular
+from data_pipeline.ragged import Integers, smallest_unsigned
 from data_pipeline.tokenizer_training import train_tokenizer
 from data_pipeline.vocabularies import SPECIAL_IDS, open_vocabulary
 
@@ -52,11 +53,16 @@ class Tokenizer:
 
         Raises InputError for text that is not of this tokenizer's kind (words for ids).
         """
-        return self.encode_normalised([normalise(line) for line in lines])
+        return self.encode_normalised(normalise_all(lines))
 
     def encode_normalised(self, lines: Sequence[str]) -> list[list[int]]:
         """Ids of texts that `clean.normalise` has seen already."""
         return self._vocabulary.encode(lines)
+
+    def encode_flat(self, lines: Sequence[str]) -> tuple[Integers, Integers]:
+        """(flat ids in `id_dtype`, lengths [lines]) of texts that `clean.normalise` has seen; for many lines."""
+        flat, lengths = self._vocabulary.encode_flat(lines)
+        return flat.astype(self.id_dtype), lengths.astype(smallest_unsigned(int(lengths.max(initial=0))))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, always one line: special ids are dropped, line separators (also those spelt by byte pieces)

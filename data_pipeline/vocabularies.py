@@ -7,12 +7,15 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, Protocol
 
+import numpy as np
 import sentencepiece
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from data_pipeline.api import BOS, EOS, PAD, UNK
 from data_pipeline.errors import InputError, shorten
+from data_pipeline.ragged import Integers, flatten
+from data_pipeline.word_table import WordTable
 
 SPECIAL_IDS = {"pad": PAD, "bos": BOS, "eos": EOS, "unk": UNK}
 SPECIAL_PIECES = ("<pad>", "<s>", "</s>", "<unk>")
@@ -20,6 +23,9 @@ SPECIAL_PIECES = ("<pad>", "<s>", "</s>", "<unk>")
 
 JOINER = "@@"
 """What subword-nmt puts at the end of a token that the next one belongs to."""
+
+BLANK = "\u2581"
+"""SentencePiece's sign for a space."""
 
 SILENT = 5
 """SentencePiece logs nothing below this level."""
@@ -34,6 +40,10 @@ class Vocabulary(Protocol):
         """Ids of cleaned texts. Raises InputError for text that has none."""
         ...
 
+    def encode_flat(self, lines: Sequence[str]) -> tuple[Integers, Integers]:
+        """The same as flat ids and lengths [lines]; for many lines at a time."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids below `size` that are not special."""
         ...
@@ -41,6 +51,10 @@ class Vocabulary(Protocol):
     def piece(self, number: int) -> str:
         """The entry of an id."""
         ...
+
+
+def _flat(vocabulary: Vocabulary, lines: Sequence[str]) -> tuple[Integers, Integers]:
+    return flatten(vocabulary.encode(lines), np.dtype(np.uint32))
 
 
 class SentencePieces:
@@ -54,6 +68,7 @@ class SentencePieces:
         except RuntimeError:
             raise InputError(f"{origin} is not a SentencePiece model: run prepare again or restore the file") from None
         self.size = int(self._processor.vocab_size())
+        self._words = WordTable(self.encode) if _cuts_word_by_word(model) else None
         model_ids = (getattr(self._processor, f"{name}_id")() for name in SPECIAL_IDS)
         found = dict(zip(SPECIAL_IDS, model_ids, strict=True))
         if found != SPECIAL_IDS:
@@ -67,6 +82,10 @@ class SentencePieces:
         ids: list[list[int]] = self._processor.encode(list(lines), out_type=int, num_threads=1)
         return ids
 
+    def encode_flat(self, lines: Sequence[str]) -> tuple[Integers, Integers]:
+        """See `Vocabulary`."""
+        return _flat(self, lines) if self._words is None else self._words.encode(lines)
+
     def decode(self, ids: Sequence[int]) -> str:
         """See `Vocabulary`. Bytes that are no UTF-8 become U+FFFD."""
         text: str = self._processor.decode(list(ids))
@@ -76,6 +95,23 @@ class SentencePieces:
         """See `Vocabulary`."""
         piece: str = self._processor.id_to_piece(number)
         return piece
+
+
+def _cuts_word_by_word(model: bytes) -> bool:
+    """Whether a text's ids are those of its words, one after another.
+
+    So it is with byte-pair encoding over plain blanks if no piece reaches over a blank: merges are local. A unigram
+    model would do the same but for ties that rounding decides.
+    """
+    from sentencepiece import sentencepiece_model_pb2 as proto
+
+    content = proto.ModelProto.FromString(model)
+    trainer, normalizer = content.trainer_spec, content.normalizer_spec
+    plain = trainer.model_type == trainer.BPE and not trainer.treat_whitespace_as_suffix
+    plain &= normalizer.add_dummy_prefix and normalizer.remove_extra_whitespaces and normalizer.escape_whitespaces
+    plain &= not normalizer.precompiled_charsmap
+    other = content.SentencePiece.USER_DEFINED
+    return plain and not any(BLANK in piece.piece[1:] or piece.type == other for piece in content.pieces)
 
 
 class Words:
@@ -94,6 +130,10 @@ class Words:
         """See `Vocabulary`."""
         find = self._ids.get
         return [[find(token, UNK) for token in line.split(" ")] if line else [] for line in lines]
+
+    def encode_flat(self, lines: Sequence[str]) -> tuple[Integers, Integers]:
+        """See `Vocabulary`."""
+        return _flat(self, lines)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Vocabulary`."""
@@ -123,6 +163,10 @@ class Ids:
                 f"tokenizer.vocab_size={self.size}), found {shorten(token)!r}"
             )
         return number
+
+    def encode_flat(self, lines: Sequence[str]) -> tuple[Integers, Integers]:
+        """See `Vocabulary`."""
+        return _flat(self, lines)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Vocabulary`."""

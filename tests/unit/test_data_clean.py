@@ -11,7 +11,9 @@ from data_pipeline.clean import (
     LINE_SEPARATORS,
     RATIO,
     CleaningReport,
+    changes_of,
     normalise,
+    normalise_all,
 )
 
 ANY_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
@@ -50,6 +52,23 @@ def test_normalised_text_is_stable_one_line_and_free_of_controls(text: str) -> N
 def test_the_fast_path_changes_nothing(text: str) -> None:
     # A control at the end keeps the text off the fast path and vanishes.
     assert normalise(text) == normalise(text + "\x07")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.one_of(ANY_TEXT, st.sampled_from([" a", "b ", "|", "| a", "\u0301", "clean text", ""])), max_size=40)
+)
+def test_many_texts_at_a_time_are_normalised_as_one_by_one(texts: list[str]) -> None:
+    assert normalise_all(texts) == [normalise(text) for text in texts]
+    tidy = [f"clean text {n}" for n in range(40)]
+    assert all(a is b for a, b in zip(normalise_all(tidy), tidy, strict=True)), "clean text is not copied"
+
+
+def test_what_was_changed_is_named() -> None:
+    assert changes_of("schön") == set()
+    assert changes_of("scho\u0308n") == {"nfc"}
+    assert changes_of(" schön") == changes_of("a\x00") == changes_of("a\u00a0b") == {"controls"}
+    assert changes_of("scho\u0308n\t") == {"nfc", "controls"}
 
 
 def test_reports_add_up() -> None:

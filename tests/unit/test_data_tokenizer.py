@@ -13,6 +13,8 @@ from data_pipeline.clean import LINE_SEPARATORS, normalise
 from data_pipeline.errors import InputError
 from data_pipeline.sources import read_lines, resolve
 from data_pipeline.tokenizer import SPECIAL_IDS, Tokenizer, train_tokenizer
+from data_pipeline.tokenizer_training import adopt_model
+from data_pipeline.word_table import WordTable
 
 FIRST_BYTE_PIECE = 4
 
@@ -50,6 +52,63 @@ def test_text_to_ids_and_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(ids) == normalise(text)
     assert all(i > max(SPECIAL_IDS.values()) for i in ids), "encoded text holds no special ids"
     assert bool(ids) == bool(normalise(text))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=30), max_size=8))
+def test_word_by_word_is_the_whole_line(tokenizer: Tokenizer, texts: list[str]) -> None:
+    lines = [normalise(text) for text in [*texts, "Datei nicht gefunden", ""]]
+    flat, lengths = tokenizer.encode_flat(lines)
+    expected = tokenizer.encode_normalised(lines)
+    assert flat.tolist() == [i for ids in expected for i in ids]
+    assert lengths.tolist() == [len(ids) for ids in expected]
+    assert flat.dtype == tokenizer.id_dtype
+
+
+def test_remembered_words_are_bounded_and_change_nothing(tokenizer: Tokenizer) -> None:
+    asked: list[int] = []
+
+    def encode(words: list[str]) -> list[list[int]]:
+        asked.append(len(words))
+        return tokenizer.encode_normalised(words)
+
+    table = WordTable(encode, most_words=40)
+    lines = [*corpus()[:60], "", "a b a"]
+    expected = tokenizer.encode_normalised(lines)
+    for first in range(0, len(lines), 2):
+        flat, lengths = table.encode(lines[first : first + 2])
+        assert flat.tolist() == [i for ids in expected[first : first + 2] for i in ids]
+        assert lengths.tolist() == [len(ids) for ids in expected[first : first + 2]]
+    before = sum(asked)
+    table.encode(["a b a"])
+    assert sum(asked) == before, "known words are not encoded again"
+    assert before > 40, "more words than are remembered"
+    flat, lengths = table.encode([])
+    assert (len(flat), len(lengths)) == (0, 0)
+
+
+OTHER_MODELS: dict[str, dict[str, object]] = {
+    "unigram": {"model_type": "unigram"},
+    "pieces over blanks": {"split_by_whitespace": False},
+    "own normalisation": {"normalization_rule_name": "nmt_nfkc"},
+    "no blank in front": {"add_dummy_prefix": False},
+    "symbols of one's own": {"user_defined_symbols": ["in der"]},
+}
+
+
+@pytest.mark.parametrize("case", OTHER_MODELS)
+def test_other_models_are_asked_for_whole_lines(tmp_path: Path, case: str) -> None:
+    options = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", **OTHER_MODELS[case]}
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus()), model_writer=model, vocab_size=700, minloglevel=5, num_threads=1, **options
+    )
+    (tmp_path / "own.model").write_bytes(model.getvalue())
+    own = Tokenizer(adopt_model(tmp_path / "own.model"), case)
+    flat, lengths = own.encode_flat(corpus())
+    expected = own.encode_normalised(corpus())
+    assert flat.tolist() == [i for ids in expected for i in ids]
+    assert lengths.tolist() == [len(ids) for ids in expected]
 
 
 @pytest.mark.parametrize("text", ["<s> </s> <pad> <unk>", "<0x0A>", "⁇", '%s: "%d"'])
