@@ -1,10 +1,11 @@
 """Cleaning of text: one normalisation for preparation and translation. What was changed and rejected, counted."""
 
-import hashlib
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import xxhash
 
 RULES = 1
 """Version of the rules below; part of the preparation's fingerprint."""
@@ -78,7 +79,7 @@ def changes_of(text: str) -> set[str]:
 
 def hash_of(text: str) -> int:
     """64 bits that stand for a cleaned text when duplicates are looked for; the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def hash_of_pair(source: str, target: str) -> int:

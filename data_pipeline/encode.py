@@ -7,6 +7,7 @@ caller is killed the worker meets the end of its input and goes.
 
 import contextlib
 import json
+import operator
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
@@ -67,21 +68,14 @@ def pieces_of(
 
     chosen: of each source, whether its pair is wanted; None: all are.
     """
-    lines: list[int] = []
-    sources: list[str] = []
-    targets: list[str] = []
+    numbered = enumerate(pairs)
+    wanted = numbered if chosen is None else (entry for entry in numbered if chosen(entry[1][0]))
     number = 0
-    for line, (source, target) in enumerate(pairs):
-        if chosen is not None and not chosen(source):
-            continue
-        lines.append(line)
-        sources.append(source)
-        targets.append(target)
-        if len(sources) == size:
-            yield Piece(number, np.array(lines, dtype=np.int64), sources, targets)
-            lines, sources, targets, number = [], [], [], number + 1
-    if sources:
+    while entries := list(islice(wanted, size)):
+        lines, some = zip(*entries, strict=True)
+        sources, targets = zip(*some, strict=True)
         yield Piece(number, np.array(lines, dtype=np.int64), sources, targets)
+        number += 1
 
 
 class Cleaner:
@@ -92,24 +86,21 @@ class Cleaner:
 
     def clean(self, piece: Piece, report: CleaningReport) -> tuple[list[int], list[str], list[str]]:
         """(rows, sources, targets) of the pairs that stay; what goes and what was changed is counted in `report`."""
-        filters = self._filters
-        rows: list[int] = []
-        sources: list[str] = []
-        targets: list[str] = []
-        cleaned = (normalise_all(piece.sources), normalise_all(piece.targets))
-        for row, (source, target) in enumerate(zip(*cleaned, strict=True)):
-            if source is not piece.sources[row] or target is not piece.targets[row]:
-                for change in changes_of(piece.sources[row]) | changes_of(piece.targets[row]):
+        sides = [normalise_all(piece.sources), normalise_all(piece.targets)]
+        for pair in zip(piece.sources, piece.targets, *sides, strict=True):
+            if pair[0] is not pair[2] or pair[1] is not pair[3]:
+                for change in changes_of(pair[0]) | changes_of(pair[1]):
                     report.change(change)
-            for reason, rejects in filters:
-                if rejects(source, target):
-                    report.reject(reason)
-                    break
-            else:
-                rows.append(row)
-                sources.append(source)
-                targets.append(target)
-        return rows, sources, targets
+        rows = list(range(len(piece.sources)))
+        # Step by step, since a loop over pairs in Python costs more than most steps do.
+        for reason, rejects in self._filters:
+            rejected = list(map(rejects, *sides))
+            if lost := sum(rejected):
+                report.reject(reason, lost)
+                stays = list(map(operator.not_, rejected))
+                rows = list(compress(rows, stays))
+                sides = [list(compress(side, stays)) for side in sides]
+        return rows, sides[0], sides[1]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ a header claims is compared with the bytes that are there, and no decoder that c
 """
 
 import hashlib
+import io
 import os
 import tarfile
 import zlib
@@ -57,20 +58,21 @@ def write_shard(folder: Path, split: str, number: int, first_block: int, blocks:
 
     The bytes depend on the blocks alone: no times, no owners. Raises OSError.
     """
-    # Imported here: webdataset imports torch, which reading and planning have no need to wait for.
-    from webdataset.writer import TarWriter
-
     path = folder / f"{split}-{number:06d}.tar"
     lengths_path = folder / f"{split}-{number:06d}.lengths.npy"
     sizes: list[tuple[int, int]] = []
     lengths: list[NDArray[np.int64]] = []
 
     def write_tar(file: BinaryIO) -> None:
-        with TarWriter(file, user="", group="", mode=0o644, encoder=False, mtime=0, compress=False) as writer:
+        with tarfile.open(fileobj=file, mode="w") as tar:
             for offset, block in enumerate(blocks):
                 arrays = (block.source, _shrink(block.source_lengths), block.target, _shrink(block.target_lengths))
                 members = {f"{part}.npy": encode_npy(array) for part, array in zip(PARTS, arrays, strict=True)}
-                writer.write({"__key__": f"{first_block + offset:06d}", **members})
+                for name, data in members.items():
+                    # Of mode 0o644, without owner and time, as TarInfo begins.
+                    member = tarfile.TarInfo(f"{first_block + offset:06d}.{name}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
                 size = sum(TAR_RECORD + -(-len(data) // TAR_RECORD) * TAR_RECORD for data in members.values())
                 sizes.append((size, block.pairs))
                 lengths.append(np.stack((block.source_lengths, block.target_lengths), axis=1).astype(np.int64))

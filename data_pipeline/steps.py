@@ -25,6 +25,9 @@ RATIO_FREE_CHARACTERS = 20
 TEXT, PAIR, TOKENS, CORPUS = range(4)
 """Phases: what a step needs to see."""
 
+Filter = Callable[[str, str], bool]
+"""Says of a pair's cleaned text whether the pair is to go."""
+
 _CHECKED = ConfigDict(extra="forbid")
 _Count = Annotated[int, Field(ge=0)]
 _DIGIT = re.compile(r"\d")
@@ -101,10 +104,17 @@ class Ratio(_Shown):
 
     step: Literal["ratio"] = "ratio"
 
-    def rejects(self, source: str, target: str, max_ratio: float) -> bool:
-        """Whether the pair is to go."""
-        longer, shorter = max(len(source), len(target)), min(len(source), len(target))
-        return longer > RATIO_FREE_CHARACTERS and longer > max_ratio * shorter
+    @staticmethod
+    def filter(max_ratio: float) -> Filter:
+        """What says whether a pair is to go."""
+
+        def rejects(source: str, target: str) -> bool:
+            longer, shorter = len(source), len(target)
+            if longer < shorter:
+                longer, shorter = shorter, longer
+            return longer > RATIO_FREE_CHARACTERS and longer > max_ratio * shorter
+
+        return rejects
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +129,9 @@ class Identical(_Shown):
 
     def rejects(self, source: str, target: str) -> bool:
         """Whether the pair is to go."""
-        return len(source) > self.longer_than and (source == target or source.casefold() == target.casefold())
+        if len(source) <= self.longer_than or source[:1].casefold()[:1] != target[:1].casefold()[:1]:
+            return False
+        return source == target or source.casefold() == target.casefold()
 
 
 @dataclass(frozen=True, repr=False)
@@ -235,21 +247,14 @@ def find(steps: Iterable[Step], kind: type[Any]) -> Any | None:
     return next((step for step in steps if isinstance(step, kind)), None)
 
 
-Filter = Callable[[str, str], bool]
-
-
 def pair_filters(steps: Sequence[Step], max_ratio: float, is_held_out: Filter) -> Mapping[str, Filter]:
     """Name to function of each step that judges a pair by its cleaned text, in order: it says whether the pair goes."""
     filters: dict[str, Filter] = {}
     for step in steps:
         if isinstance(step, Ratio):
-            filters[step.step] = _bounded(step, max_ratio)
+            filters[step.step] = step.filter(max_ratio)
         elif isinstance(step, HeldOut):
             filters[step.step] = is_held_out
         elif isinstance(step, Blank | Characters | Identical | Digits):
             filters[step.step] = step.rejects
     return filters
-
-
-def _bounded(step: Ratio, max_ratio: float) -> Filter:
-    return lambda source, target: step.rejects(source, target, max_ratio)

@@ -124,3 +124,18 @@ def test_embedded_paths_stay_inside_the_corpora() -> None:
         resolve("")
     with pytest.raises(InputError, match="NUL in its name"):
         resolve("text\0")
+
+
+def test_lines_across_reads_are_whole_and_faults_are_still_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [f"Zeile {n} \u00e4\u2028" + "\u4e2d" * (n % 7) for n in range(60)] + ["", "\r", "letzte\r", "ohne Ende"]
+    text = "\r\n".join(lines)
+    path = write(tmp_path / "text", text)
+    expected = [line.removesuffix("\r") for line in text.split("\n")]
+    for size in (1, 2, 3, 7, 64, 1000, 1 << 20):
+        monkeypatch.setattr("data_pipeline.sources.READ_SIZE", size)
+        assert list(read_lines(path)) == expected, size
+        spoilt = write(tmp_path / "spoilt", text.encode().replace(b"Zeile 41", b"Zeile \xff"))
+        with pytest.raises(InputError, match=r"spoilt, line 42, byte 7 of the line: expected UTF-8, found 0xff"):
+            list(read_lines(spoilt))

@@ -36,13 +36,13 @@ def test_blank_and_ratio() -> None:
     assert Blank().rejects("", "etwas")
     assert Blank().rejects("something", "")
     assert not Blank().rejects("a", "b")
-    assert not Ratio().rejects("OK", "In Ordnung, gemacht", 5.0), "short sides are free of the ratio"
+    assert not Ratio.filter(5.0)("OK", "In Ordnung, gemacht"), "short sides are free of the ratio"
     free = RATIO_FREE_CHARACTERS
-    assert not Ratio().rejects("a" * free, "b", 2.0)
-    assert Ratio().rejects("a" * (free + 1), "b", 2.0)
-    assert Ratio().rejects("b", "a" * (free + 1), 2.0)
-    assert not Ratio().rejects("a" * 50, "b" * 10, 5.0)
-    assert Ratio().rejects("a" * 51, "b" * 10, 5.0)
+    assert not Ratio.filter(2.0)("a" * free, "b")
+    assert Ratio.filter(2.0)("a" * (free + 1), "b")
+    assert Ratio.filter(2.0)("b", "a" * (free + 1))
+    assert not Ratio.filter(5.0)("a" * 50, "b" * 10)
+    assert Ratio.filter(5.0)("a" * 51, "b" * 10)
 
 
 def test_characters_bound_each_side() -> None:
@@ -53,6 +53,7 @@ def test_characters_bound_each_side() -> None:
 
 def test_identical_sides() -> None:
     assert Identical().rejects("Copyright", "COPYRIGHT")
+    assert Identical().rejects("\u00df 1", "SS 1")
     assert not Identical().rejects("Copyright", "Urheberrecht")
     assert [Identical(longer_than=2).rejects(text, text) for text in ("OK", "abc")] == [False, True]
 
