@@ -77,7 +77,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Section `tokenizer`: from text to ids, shared by both languages.
+    """Section `tokenizer`: from text to ids, with one vocabulary for both languages or one for each.
 
     bpe: a SentencePiece BPE that `prepare` trains. sentencepiece: your own model. words: text that is segmented already
     (subword-nmt's @@ is taken out again), by your own vocabulary or the most frequent tokens. ids: numbers already.
@@ -87,6 +87,8 @@ class TokenizerConfig:
 
     kind: Literal["bpe", "sentencepiece", "words", "ids"] = "bpe"
     model: str = ""  # sentencepiece: the model's file; words: a vocabulary, one token a line; "": counted
+    shared: bool = True  # false: `model` is the source's, the target has its own; the model of the paper shares one
+    target_model: str = ""  # like model, for the target side, if not shared
     vocab_size: Annotated[int, Field(ge=300)] = 4000  # bpe: 256 byte pieces + 4 special ids + characters + merges
     character_coverage: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     sample_lines: NotNegative = 4_000_000  # lines sampled (seeded) to train on; 0: all

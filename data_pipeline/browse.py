@@ -38,14 +38,14 @@ def show_pairs(reader: ShardReader, tokenizer: Tokenizer, first: int, count: int
             continue
         block = reader.block(number)
         sides = (
-            ("source", block.source, starts_of(block.source_lengths)),
-            ("target", block.target, starts_of(block.target_lengths)),
+            ("source", tokenizer.source, block.source, starts_of(block.source_lengths)),
+            ("target", tokenizer.target, block.target, starts_of(block.target_lengths)),
         )
         for pair in range(max(first, low), min(last, high)):
             print(f"pair {pair} (block {number})")
-            for name, flat, starts in sides:
+            for name, own, flat, starts in sides:
                 ids = flat[starts[pair - low] : starts[pair - low + 1]].tolist()
-                print(f"  {name}  {tokenizer.decode(ids)}")
+                print(f"  {name}  {own.decode(ids)}")
                 print(f"  {'ids':6}  {' '.join(str(i) for i in ids)}")
 
 

@@ -122,6 +122,7 @@ class Encoder:
         """Raises InputError if the tokenizer cannot be loaded, OSError without the hashes that the rules name."""
         self.rules = rules
         self.tokenizer = Tokenizer.load(Path(rules.tokenizer))
+        self._tokenizers = (self.tokenizer.source, self.tokenizer.target)
         steps = steps_from_json(rules.steps)
         held_out = rules.shuffle_seed is None
         if held_out:
@@ -135,7 +136,9 @@ class Encoder:
         """Cleans and encodes a piece."""
         report = CleaningReport(read=len(piece.sources))
         kept, *texts = self._cleaner.clean(piece, report)
-        (source, source_lengths), (target, target_lengths) = (self.tokenizer.encode_flat(side) for side in texts)
+        (source, source_lengths), (target, target_lengths) = (
+            tokenizer.encode_flat(side) for tokenizer, side in zip(self._tokenizers, texts, strict=True)
+        )
         lines = piece.lines[kept]
         keys = line_keys(self.rules.shuffle_seed or 0, SHUFFLE, lines)
         pairs = EncodedPairs(keys, source, source_lengths, target, target_lengths)

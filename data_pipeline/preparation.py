@@ -141,7 +141,7 @@ class Preparation:
             config = self._tokenizer_config
             if learns(config):
                 self._log(f"training the tokenizer ({config.vocab_size:,} ids)")
-            write_bytes_atomically(path, make_tokenizer(self._lines() if learns(config) else (), config))
+            write_bytes_atomically(path, make_tokenizer(self._lines, config))
         return Tokenizer.load(path)
 
     def _lines(self) -> Iterator[str]:

@@ -110,7 +110,8 @@ def make_record(data: DataConfig, tokenizer: TokenizerConfig, known: Record | No
         # 5 and 5.0 are the same setting, and must be the same JSON.
         "data.max_ratio": float(data.max_ratio),
         "tokenizer.character_coverage": float(tokenizer.character_coverage),
-        "tokenizer.model": _model_checksum(tokenizer, known),
+        "tokenizer.shared": int(tokenizer.shared),
+        **{f"tokenizer.{key}": _model_checksum(tokenizer, key, known) for key in ("model", "target_model")},
     }
     canonical = json.dumps(ingredients, sort_keys=True).encode()
     return Record(hashlib.sha256(canonical).hexdigest(), ingredients, corpus)
@@ -129,13 +130,14 @@ def _corpus_names(data: DataConfig) -> dict[str, str]:
     return names
 
 
-def _model_checksum(tokenizer: TokenizerConfig, known: Record | None) -> str:
+def _model_checksum(tokenizer: TokenizerConfig, key: str, known: Record | None) -> str:
     """Of the tokenizer that is taken over; like a corpus, it counts as unchanged when it is not there any more."""
-    checksum = model_checksum(tokenizer)
+    name: str = getattr(tokenizer, key)
+    checksum = model_checksum(name)
     if checksum is None and known is not None:
-        return str(known.ingredients.get("tokenizer.model", ""))
+        return str(known.ingredients.get(f"tokenizer.{key}", ""))
     if checksum is None:
-        raise InputError(f"tokenizer.model {tokenizer.model} not found: expected {_EXPECTED[tokenizer.kind]}")
+        raise InputError(f"tokenizer.{key} {name} not found: expected {_EXPECTED[tokenizer.kind]}")
     return checksum
 
 

@@ -4,7 +4,9 @@ import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import sentencepiece
@@ -13,7 +15,7 @@ from data_pipeline.api import BOS, EOS, PAD, UNK, TokenizerConfig
 from data_pipeline.errors import InputError
 from data_pipeline.files import read_regular
 from data_pipeline.sources import read_lines
-from data_pipeline.vocabularies import SILENT, SPECIAL_PIECES, ids_file, words_file
+from data_pipeline.vocabularies import SILENT, SPECIAL_PIECES, ids_file, separate_file, words_file
 
 _TOO_HIGH = re.compile(r"Vocabulary size too high .* value <= (\d+)")
 _TOO_LOW = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
@@ -28,14 +30,34 @@ def tokenizer_faults(config: TokenizerConfig) -> list[str]:
             f"tokenizer.model: expected nothing (tokenizer.kind={config.kind}), found {config.model!r}; "
             "tokenizer.kind=sentencepiece takes a model, tokenizer.kind=words a vocabulary"
         ]
+    if config.shared and config.target_model:
+        return [
+            f"tokenizer.target_model: expected nothing, since one vocabulary is shared, found {config.target_model!r}; "
+            "tokenizer.shared=false gives each side its own"
+        ]
+    if not config.shared and config.kind == "ids":
+        return ["tokenizer.shared: expected true (ids have no vocabulary that could differ), found false"]
+    if not config.shared and bool(config.model) != bool(config.target_model):
+        return ["tokenizer.target_model: expected a file for each side, or for none (tokenizer.shared=false)"]
     return []
 
 
-def make_tokenizer(lines: Iterable[str], config: TokenizerConfig) -> bytes:
+def make_tokenizer(lines: Callable[[], Iterator[str]], config: TokenizerConfig) -> bytes:
     """The content of a tokenizer's file: the same bytes for the same lines.
 
-    lines: cleaned text of both sides; read only if something is to be learnt from it. Raises InputError.
+    lines: gives cleaned text, source and target in turns; called if something is to be learnt. Raises InputError.
     """
+    if config.shared:
+        return _make_vocabulary(lines() if learns(config) else (), config)
+    target = replace(config, model=config.target_model)
+    sides = [
+        _make_vocabulary(islice(lines(), side, None, 2) if learns(own) else (), own)
+        for side, own in enumerate((config, target))
+    ]
+    return separate_file(*sides)
+
+
+def _make_vocabulary(lines: Iterable[str], config: TokenizerConfig) -> bytes:
     if config.kind == "bpe":
         return train_tokenizer(lines, config)
     if config.kind == "sentencepiece":
@@ -50,16 +72,16 @@ def learns(config: TokenizerConfig) -> bool:
     return config.kind == "bpe" or (config.kind == "words" and not config.model)
 
 
-def model_checksum(config: TokenizerConfig) -> str | None:
+def model_checksum(name: str) -> str | None:
     """sha256 of the file that tokenizer.model names; None if it is not there, "" if none is. Raises InputError."""
-    if not config.model:
+    if not name:
         return ""
     try:
-        return hashlib.sha256(read_regular(Path(config.model))).hexdigest()
+        return hashlib.sha256(read_regular(Path(name))).hexdigest()
     except FileNotFoundError:
         return None
     except OSError as fault:
-        raise InputError(f"tokenizer.model {config.model} cannot be read: {fault.strerror or fault}") from None
+        raise InputError(f"tokenizer.model {name} cannot be read: {fault.strerror or fault}") from None
 
 
 def count_words(lines: Iterable[str], size: int) -> list[str]:

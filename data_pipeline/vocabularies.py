@@ -3,6 +3,7 @@
 A vocabulary is one file: a SentencePiece model, or JSON that names its kind. Ids 0 to 3 are special in all of them.
 """
 
+import base64
 import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, Protocol
@@ -192,6 +193,13 @@ class _IdsFile:
     kind: Literal["ids"] = "ids"
 
 
+@dataclass(frozen=True, config=_STRICT)
+class _SeparateFile:
+    source: str
+    target: str
+    kind: Literal["separate"] = "separate"
+
+
 _File = TypeAdapter[_WordsFile | _IdsFile](Annotated[_WordsFile | _IdsFile, Field(discriminator="kind")])
 
 
@@ -204,6 +212,24 @@ def words_file(tokens: Iterable[str]) -> bytes:
 def ids_file(size: int) -> bytes:
     """The file of an `Ids` vocabulary."""
     return (json.dumps({"kind": "ids", "size": size}) + "\n").encode()
+
+
+def separate_file(source: bytes, target: bytes) -> bytes:
+    """The file of two vocabularies, one a side, of each its own file's content."""
+    sides = {name: base64.b64encode(side).decode("ascii") for name, side in (("source", source), ("target", target))}
+    return (json.dumps({"kind": "separate", **sides}) + "\n").encode()
+
+
+def split_file(content: bytes, origin: str) -> tuple[bytes, bytes]:
+    """(source, target) vocabularies' files in one of `separate_file`; of any other file twice itself. Raises
+    InputError."""
+    if not content.startswith(b'{"kind": "separate"'):
+        return content, content
+    try:
+        file = TypeAdapter(_SeparateFile).validate_json(content)
+        return base64.b64decode(file.source, validate=True), base64.b64decode(file.target, validate=True)
+    except ValueError:
+        raise InputError(f"{origin} is no pair of vocabularies: restore the file") from None
 
 
 def open_vocabulary(content: bytes, origin: str) -> Vocabulary:

@@ -43,6 +43,11 @@ def check_sections(sections: Mapping[str, Any]) -> None:
     faults += mixture_faults(data)
     faults += layout_faults(model, sections["parallel"])
     faults += tokenizer_faults(sections["tokenizer"])
+    if not sections["tokenizer"].shared:
+        faults.append(
+            "tokenizer.shared: expected true to train (the model has one matrix for source, target and output, section "
+            "3.4), found false: separate vocabularies can be prepared and browsed only"
+        )
     faults += decode_faults(sections["decode"])
     if sections["checkpoint"].best_metric == "valid_bleu" and not sections["decode"].valid_sentences:
         faults.append(

@@ -38,8 +38,8 @@ class ModelSystem:
 
     def force(self, sources: Sequence[str], references: Sequence[str]) -> list[ForcedScore]:
         """How probable the models find each reference; nothing is cut, whatever its length."""
-        encode = self._tokenizer.encode
-        return forced_scores(self._models, encode(sources), encode(references), self._device, self._decode.batch_tokens)
+        ids = self._tokenizer.source.encode(sources), self._tokenizer.target.encode(references)
+        return forced_scores(self._models, *ids, self._device, self._decode.batch_tokens)
 
 
 def _advance(bar: "tqdm[Any]", lines: int) -> None:

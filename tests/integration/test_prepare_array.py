@@ -11,7 +11,7 @@ import pytest
 from data_pipeline import files, slices
 from data_pipeline.api import DataConfig, TokenizerConfig
 from data_pipeline.errors import InputError
-from data_pipeline.prepare import Stage, is_prepared, prepare
+from data_pipeline.prepare import Stage, is_prepared, main, prepare
 from data_pipeline.prepared import open_prepared
 from data_pipeline.ragged import starts_of
 from data_pipeline.settings import load_sections
@@ -206,6 +206,27 @@ def test_stages_out_of_order_and_damaged_files_are_named(corpus: Path, tmp_path:
         damaged.write_bytes(whole)
     run(config(corpus, shards))
     assert contents(shards) == contents(reference), "one process may finish what an array began"
+
+
+def test_the_program_takes_stages_and_tasks(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], reference: Path
+) -> None:
+    names = {
+        f"{s}_{t}": f"{corpus}/{s}.{e}" for s in ("train", "valid") for t, e in (("source", "en"), ("target", "de"))
+    }
+    keys = [f"--data.{key}={value}" for key, value in {**names, "shards": tmp_path / "shards"}.items()]
+    keys.append("--tokenizer.vocab_size=700")
+    for stage in (["--stage", "tokenizer"], ["--task", "1/2"], ["--task", "0/2"], ["--stage=finish"]):
+        assert main([*keys, *stage]) == 0
+    said = capsys.readouterr().out
+    assert "next, prepare.py --task i/n for every i from 0 to n - 1" in said
+    assert "task 1/2 of" in said
+    assert said.splitlines()[-1].startswith("prepared: ")
+    for wrong in (["--task", "2/2"], ["--task", "x"], ["--task", "0/2", "--stage", "finish"], ["--stage", "encode"]):
+        with pytest.raises(SystemExit) as caught:
+            main([*keys, *wrong])
+        assert caught.value.code == 2
+    assert "expected i/n with i from 0 to n - 1, found 'x'" in capsys.readouterr().err
 
 
 def test_another_number_of_pairs_than_expected_is_warned_of(corpus: Path, tmp_path: Path) -> None:

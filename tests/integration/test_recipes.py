@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from data_pipeline.api import DataConfig, TokenizerConfig
+from data_pipeline.errors import ConfigError, InputError
 from data_pipeline.prepare import check_prepared, prepare
 from data_pipeline.prepared import PreparedData, open_prepared
 from data_pipeline.ragged import starts_of
@@ -119,6 +120,23 @@ def test_the_paracrawl_recipe_streams_and_cleans(hub: Path) -> None:
     assert not Path("shards/.work").exists()
 
 
+def test_separate_vocabularies_are_prepared_but_not_trained_on(tmp_path: Path) -> None:
+    texts = {"source": "the cat\nthe dog\n", "target": "die Katze\nder Hund\n"}
+    settings = {"data.shards": tmp_path / "shards", "tokenizer.kind": "words", "tokenizer.shared": "false"}
+    for side, text in texts.items():
+        (tmp_path / side).write_text(text)
+        settings |= {f"data.{split}_{side}": tmp_path / side for split in ("train", "valid")}
+    sections = load_sections("tiny", [(key, str(value)) for key, value in settings.items()], SECTIONS)
+    prepare(sections["data"], sections["tokenizer"], lambda _: None)
+    prepared = open_prepared(tmp_path / "shards")
+    assert (prepared.tokenizer.source.vocab_size, prepared.tokenizer.target.vocab_size) == (7, 8)
+    block = prepared.valid.block(0)
+    assert prepared.tokenizer.source.decode(block.source.tolist()) == "the cat the dog"
+    assert prepared.tokenizer.target.decode(block.target.tolist()) == "die Katze der Hund"
+    with pytest.raises(ConfigError, match=r"tokenizer\.shared: expected true to train .*prepared and browsed only"):
+        check_sections(sections)
+
+
 def test_segmented_text_and_ids_are_prepared_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "segmented").write_text("the un@@ know@@ able cat\nthe dog\n" * 5)
     (tmp_path / "numbers").write_text("4 5 600\n7 3\n" * 5)
@@ -135,7 +153,7 @@ def test_segmented_text_and_ids_are_prepared_as_they_are(tmp_path: Path) -> None
         assert {side for pair in texts_of(prepared.train, prepared) for side in pair} == back
         (tmp_path / "vocab").write_text("other\n")
         if kind == "words":
-            with pytest.raises(Exception, match=r"tokenizer\.model was .* there and is"):
+            with pytest.raises(InputError, match=r"tokenizer\.model was .* there and is"):
                 check_prepared(sections["data"], sections["tokenizer"])
             (tmp_path / "vocab").unlink()
             check_prepared(sections["data"], sections["tokenizer"])

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,10 @@ from data_pipeline.vocabularies import ids_file, words_file
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
     return [normalise(line) for line in read_lines(resolve("embedded:swmsg_ende/valid.de.xz"))]
+
+
+def never() -> Iterator[str]:
+    raise AssertionError("nothing is to be learnt from the corpus")
 
 
 def own_model(lines: Sequence[str], **options: object) -> bytes:
@@ -103,12 +107,12 @@ def test_words_are_counted_reproducibly_and_no_more_than_asked_for() -> None:
     texts = ["b a", "a c", "c a d"]
     assert count_words(texts, 4 + 3) == ["a", "c", "b"]
     assert count_words(texts, 300) == ["a", "c", "b", "d"]
-    content = make_tokenizer(texts, TokenizerConfig(kind="words"))
+    content = make_tokenizer(lambda: iter(texts), TokenizerConfig(kind="words"))
     assert Tokenizer(content, "words").encode(["a b c d e"]) == [[4, 6, 5, 7, 3]]
 
 
 def test_ids_stay_as_they_are() -> None:
-    tokenizer = Tokenizer(make_tokenizer((), TokenizerConfig(kind="ids", vocab_size=70_000)), "ids")
+    tokenizer = Tokenizer(make_tokenizer(never, TokenizerConfig(kind="ids", vocab_size=70_000)), "ids")
     assert tokenizer.encode(["4 17  69999 3", ""]) == [[4, 17, 69999, 3], []]
     assert tokenizer.decode([1, 4, 17, 2]) == "4 17"
     assert (tokenizer.vocab_size, tokenizer.id_dtype.name) == (70_000, "uint32")
@@ -116,6 +120,29 @@ def test_ids_stay_as_they_are() -> None:
         with pytest.raises(InputError, match=r"expected ids from 3 \(unknown\) to 69999 between blanks") as caught:
             tokenizer.encode([f"5 {wrong}"])
         assert len(str(caught.value)) < 300
+
+
+def test_each_side_may_have_its_own_vocabulary(tmp_path: Path) -> None:
+    texts = ["a b c", "x y", "a b", "x z z"]
+    content = make_tokenizer(lambda: iter(texts), TokenizerConfig(kind="words", shared=False))
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.model")
+    assert not tokenizer.is_shared
+    assert tokenizer.source.encode(["a b c x"]) == tokenizer.encode(["a b c x"]) == [[4, 5, 6, 3]]
+    assert tokenizer.target.encode(["x y z a"]) == [[4, 6, 5, 3]]
+    assert (tokenizer.source.decode([4, 5]), tokenizer.target.decode([4, 5])) == ("a b", "x z")
+    assert tokenizer.decode([4, 5]) == "x z"
+    (tmp_path / "s").write_text("q\n")
+    (tmp_path / "t").write_text("r\ns\n")
+    files = TokenizerConfig(kind="words", shared=False, model=str(tmp_path / "s"), target_model=str(tmp_path / "t"))
+    own = Tokenizer(make_tokenizer(never, files), "own")
+    assert (own.source.vocab_size, own.target.vocab_size, own.vocab_size) == (5, 6, 6)
+    with pytest.raises(ValueError, match="expected ids below 5"):
+        own.source.decode([5])
+    shared = Tokenizer(words_file(["a"]), "shared")
+    assert shared.source is shared.target is shared
+    with pytest.raises(InputError, match="own is no pair of vocabularies"):
+        Tokenizer(content[:-9], "own")
 
 
 @pytest.mark.parametrize(
@@ -145,5 +172,12 @@ def test_keys_that_do_not_go_together() -> None:
     assert not tokenizer_faults(TokenizerConfig(kind="sentencepiece", model="x"))
     (fault,) = tokenizer_faults(TokenizerConfig(kind="sentencepiece"))
     assert fault.startswith("tokenizer.model: expected the file of a SentencePiece model")
+    assert not tokenizer_faults(TokenizerConfig(kind="words", shared=False))
+    for wrong in (
+        TokenizerConfig(kind="words", target_model="x"),
+        TokenizerConfig(kind="words", shared=False, model="x"),
+        TokenizerConfig(kind="ids", shared=False),
+    ):
+        assert len(tokenizer_faults(wrong)) == 1, wrong
     (fault,) = tokenizer_faults(TokenizerConfig(model="x"))
     assert "found 'x'; tokenizer.kind=sentencepiece takes a model" in fault
