@@ -82,7 +82,7 @@ def check_tensorboard(run: Path, steps: int) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(["accelerate", "launch", "--config_file", "launch/accelerate/cpu_2.yaml"], id="accelerate"),
+        pytest.param(["accelerate", "launch", "--use_deepspeed", "--num_processes", "2"], id="accelerate"),
         pytest.param(["torchrun", "--nproc-per-node", "2"], id="torchrun"),
         pytest.param(["deepspeed", "--num_gpus", "2"], id="deepspeed"),
     ],
