@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from data_pipeline import clean
 from data_pipeline.api import DataConfig, TokenizerConfig
-from data_pipeline.errors import InputError
+from data_pipeline.errors import InputError, shorten
 from data_pipeline.files import TEMPORARY, read_regular, write_json_atomically
 from data_pipeline.index import FORMAT_VERSION
 from data_pipeline.sides import measure_side, stat_side
@@ -162,7 +162,9 @@ def check_same(folder: Path, known: Record, asked: Record) -> None:
     keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     texts = {f"data.{key}" for key in (*known.corpus, *asked.corpus)}
     differences = "; ".join(
-        f"the text of {key} differs" if key in texts else f"{key} was {was.get(key)} there and is {now.get(key)} here"
+        f"the text of {key} differs"
+        if key in texts
+        else f"{key} was {shorten(str(was.get(key)))} there and is {shorten(str(now.get(key)))} here"
         for key in keys
     )
     raise InputError(

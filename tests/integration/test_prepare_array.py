@@ -194,6 +194,8 @@ def test_stages_out_of_order_and_damaged_files_are_named(corpus: Path, tmp_path:
         run(data, "finish")
     with pytest.raises(InputError, match=r"data\.max_length was 250 there and is 9 here"):
         run(config(corpus, shards, max_length="9"), Slice(0, 2))
+    with pytest.raises(InputError, match=r"data\.clean was .* there and is .* here"):
+        run(config(corpus, shards, clean="[nfc, controls, blank, length]"), Slice(0, 2))
     for number in (0, 1):
         run(data, Slice(number, 2))
     for name in ("part-000001", "dropped"):
