@@ -120,7 +120,16 @@ def _read_data_set(table: Table, columns: Sequence[str], skip: int) -> Iterator[
             yield from zip(*(_texts(table, batch, column) for column in columns), strict=True)
     except InputError:
         raise
-    except (RuntimeError, ValueError, KeyError, OSError, EOFError, csv.Error, pyarrow.ArrowException) as fault:
+    except (
+        RuntimeError,
+        ValueError,
+        KeyError,
+        OSError,
+        EOFError,
+        ImportError,
+        csv.Error,
+        pyarrow.ArrowException,
+    ) as fault:
         raise _explain(table, fault) from None
 
 
