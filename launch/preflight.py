@@ -33,7 +33,7 @@ versions and files on all nodes, arithmetic and links of each node, an all-reduc
 Exit codes: 0 ready, 1 the processes cannot talk to each other, 2 something is missing or does not match."""
 
 LEAST_TOKENS = 2000
-"""Tokens a side and rank below which a step is mostly communication (docs/slurm.md has the reckoning)."""
+"""Tokens a side and rank below which a step is mostly communication."""
 
 MASTERS_AND_MOMENTS = 12
 """Bytes a parameter in a checkpoint: fp32 weights and Adam's two moments."""
@@ -151,11 +151,11 @@ def check_shards(config: Config, findings: Findings) -> int:
     if missing:
         raise InputError(
             f"data.shards={folder} holds no complete shards, and the corpus to make them from is not there "
-            f"({', '.join(missing)}): prepare the shards (slurm/prepare_data.sbatch) or name the ones that you have"
+            f"({', '.join(missing)}): prepare the shards (data_pipeline/prepare.py) or name the ones that you have"
         )
     findings.warn(
         f"data.shards={folder} holds no complete shards: rank 0 will prepare them while all others wait; "
-        "slurm/prepare_data.sbatch does it without holding GPUs"
+        "data_pipeline/prepare.py does it without holding GPUs (docs/preparing_data.md)"
     )
     return config.tokenizer.vocab_size
 
