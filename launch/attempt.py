@@ -1,7 +1,7 @@
 """What the batch scripts ask before and after an attempt at a run: `python -m launch.attempt begin|end ...`.
 
 begin notes where the run stands and says where its directory is; end says what became of the attempt, whether the job
-should be put into the queue again, and why not if not. launch/slurm.sh acts on the answer. Nothing here needs torch.
+should be put into the queue again, and why not if not. A batch script acts on the answer. Nothing here needs torch.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dist_tfm.errors import InputError
 from dist_tfm.parallel.attempt import VARIABLE, Failure, has_stopped, read_failures
 from dist_tfm.training.run_directory import RunDirectory
 
-DESCRIPTION = """Used by the batch scripts around an attempt at a run (launch/slurm.sh).
+DESCRIPTION = """Used by the batch scripts around an attempt at a run.
 begin --name JOB.RESTART [the arguments of train.py]: checks them and prints the run directory and the path under which
 ranks leave their errors. end --name ... says what became of the attempt.
 Exit codes of end: 0 done, 75 to be queued again, else failed for good: 1 fault, 2 configuration, 3 diverged."""
