@@ -1,23 +1,27 @@
 """Mixtures: shares kept in every step that converge in every lane, each corpus exact in itself, tags in front."""
 
 import itertools
+import threading
+import time
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.api import EOS, CorpusConfig, CorpusPosition, DataConfig, Position, StepBatches
+from data_pipeline.api import EOS, Batch, CorpusConfig, CorpusPosition, DataConfig, Position, StepBatches
 from data_pipeline.background import Caller
 from data_pipeline.errors import InputError
 from data_pipeline.loader import BlockLoader, MixtureLoader, StepLoader
 from data_pipeline.mixture import Draw, mixture_faults, shares_of
 from data_pipeline.stream import Stream
 from data_pipeline.validation import ValidationBatches
-from data_pipeline.window import Part, WindowSource
+from data_pipeline.window import Part, Window, WindowSource
 from tests.data_factory import make_reader, random_lengths
 from tests.unit.test_data_properties import Corpus, check_ranks, configs, contents, corpora
 
@@ -68,6 +72,8 @@ def test_any_mixture_any_ranks_any_stop(
                 assert loader.position.step == number
                 positions.append(loader.position)
                 steps.append(loader.next_step())
+        assert all(place.epoch == min(c.epoch for c in place.corpora) for place in positions[1:])
+        assert all(step.epoch == place.epoch for step, place in zip(steps, positions, strict=True))
         for part, corpus in zip(parts, members, strict=True):
             pairs = len(corpus.lengths)
             runs = epochs_of(steps, part.number, part.first_id, pairs)
@@ -185,6 +191,54 @@ def test_corpora_of_few_blocks_share_fewer_lanes(tmp_path: Path) -> None:
         assert [len(place.taken) for place in loader.next_step().next_position.corpora] == [8, 2]
         sizes = [sum(shard.bytes for shard in reader.index.shards) for reader in (large, small)]
         assert loader.times_read == pytest.approx((sizes[0] + 4 * sizes[1]) / sum(sizes))
+
+
+@pytest.mark.parametrize("corpora", [1, 2])
+def test_two_windows_of_a_corpus_are_in_memory_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: int
+) -> None:
+    reader = make_reader(tmp_path, random_lengths(1200, seed=1), pairs_per_block=20)
+    config = DataConfig(batch_tokens=500, micro_batches=2, window_pairs=240, workers=2)
+    loaded: list[list[weakref.ref[Window]]] = [[], []]
+    original = WindowSource.load
+
+    making = threading.Event()
+    making.set()
+
+    def alive(number: int) -> int:
+        return sum(window() is not None for window in loaded[number])
+
+    def load(self: WindowSource, *arguments: Any) -> Window:
+        # Steps that are not made yet hold on to their window; threads may let go of what they have just made.
+        making.clear()
+        for _ in range(100):
+            if alive(self.part.number) > 1:
+                time.sleep(0.01)
+        making.set()
+        assert alive(self.part.number) <= 1, "another window is loaded while two are there"
+        window = original(self, *arguments)
+        loaded[self.part.number].append(weakref.ref(window))
+        return window
+
+    make = Window.batch
+
+    def slowly(self: Window, *arguments: Any) -> Batch:
+        time.sleep(0.003)
+        making.wait()
+        return make(self, *arguments)
+
+    monkeypatch.setattr(WindowSource, "load", load)
+    monkeypatch.setattr(Window, "batch", slowly)
+    loader: StepLoader
+    if corpora == 1:
+        loader = BlockLoader(reader, config, 1, 0, 1)
+    else:
+        parts = [Part(reader, "a"), Part(reader, "b", number=1, first_id=1200)]
+        loader = MixtureLoader(parts, Draw([0.8, 0.2], 2, 1, 1), config, 1, 0, 1)
+    with loader:
+        for _ in range(150):
+            loader.next_step()
+    assert len(loaded[0]) > 5
 
 
 def test_positions_of_other_mixtures_are_refused(tmp_path: Path) -> None:
