@@ -116,14 +116,16 @@ def read_words(path: Path) -> list[str]:
 def adopt_model(path: Path) -> bytes:
     """One's own SentencePiece model, its pieces put in the order of this project's special ids. Raises InputError.
 
-    Only numbers change: the same text is cut into the same pieces.
+    Only numbers change: the same text is cut into the same pieces. A model that has this order stays as it is, byte for
+    byte: corpora that take over the tokenizer of another one share it.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2 as proto
 
     model = proto.ModelProto()
     try:
-        model.ParseFromString(read_regular(path))
+        given = read_regular(path)
+        model.ParseFromString(given)
     except FileNotFoundError:
         raise InputError(f"tokenizer.model {path} not found: expected a SentencePiece model") from None
     except OSError as fault:
@@ -139,6 +141,11 @@ def adopt_model(path: Path) -> bytes:
     unknown = [piece for piece in model.pieces if piece.type == kind.UNKNOWN]
     special = [kind(piece=name, type=kind.CONTROL) for name in names[:UNK]]
     ordered = [*special, *unknown, *others]
+    ids = (spec.pad_id, spec.bos_id, spec.eos_id, spec.unk_id)
+    if ids == (PAD, BOS, EOS, UNK) and [(p.piece, p.type) for p in ordered] == [
+        (p.piece, p.type) for p in model.pieces
+    ]:
+        return given
     del model.pieces[:]
     model.pieces.extend(ordered)
     spec.pad_id, spec.bos_id, spec.eos_id, spec.unk_id = PAD, BOS, EOS, UNK

@@ -10,7 +10,7 @@ import yaml
 from data_pipeline.api import CorpusConfig, DataConfig, TokenizerConfig
 from data_pipeline.errors import ConfigError, InputError
 from data_pipeline.prepare import prepare
-from data_pipeline.prepared import corpus_folder, held_out_parts, open_corpora, training_parts
+from data_pipeline.prepared import TOKENIZER_FILE, corpus_folder, held_out_parts, open_corpora, training_parts
 from data_pipeline.settings import load_sections
 from tests.jobs import read_metrics, run_job, run_ranks, small_project, train_command, training_lines
 
@@ -19,14 +19,15 @@ CORPORA = (CorpusConfig("all", weight=3.0, tag="<2de>"), CorpusConfig("short", w
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small project as a mixture: all of its corpus, and its short pairs (the same text, hence one tokenizer)."""
+    """The small project as a mixture: all of its corpus, and its short pairs, which take over its tokenizer."""
     folder = tmp_path_factory.mktemp("mixture")
     config = small_project(folder)
     sections = load_sections(str(config), [], {"data": DataConfig, "tokenizer": TokenizerConfig}, lambda _: True)
-    for name, longest in (("all", 250), ("short", 8)):
+    taken_over = TokenizerConfig(kind="sentencepiece", model=str(folder / "shards" / "all" / TOKENIZER_FILE))
+    for name, longest, tokenizer in (("all", 250, sections["tokenizer"]), ("short", 8, taken_over)):
         data: Any = sections["data"]
         one = {"shards": str(folder / "shards" / name), "max_length": longest, "pairs_per_block": 16}
-        prepare(DataConfig(**{**vars(data), **one}), sections["tokenizer"], lambda _: None)
+        prepare(DataConfig(**{**vars(data), **one}), tokenizer, lambda _: None)
     tree = yaml.safe_load(config.read_text())
     tree["data"]["corpora"] = [{"name": c.name, "weight": c.weight, "tag": c.tag} for c in CORPORA]
     tree["data"] |= {"micro_batches": 4, "lanes": 2}
