@@ -29,6 +29,7 @@ class Recipe:
     steps: int = 10
     seed: int = 7
     vocabulary: int = 100
+    attention_dropout: float = 0.0
     smoothing: float = 0.1
     warmup: int = 10
     factor: float = 0.2
@@ -40,7 +41,14 @@ class Recipe:
     @property
     def model(self) -> ModelConfig:
         return ModelConfig(
-            encoder_layers=2, decoder_layers=2, d_model=32, d_ff=64, heads=4, dropout=0.1, norm=self.norm
+            encoder_layers=2,
+            decoder_layers=2,
+            d_model=32,
+            d_ff=64,
+            heads=4,
+            dropout=0.1,
+            attention_dropout=self.attention_dropout,
+            norm=self.norm,
         )
 
 

@@ -1,6 +1,6 @@
 """Which combinations of tensor, pipeline, data parallelism and ZeRO there are, and the nearest one to any other.
 
-- parallel.tp divides model.heads and model.d_ff, and the processes of each host: its ranks share one.
+- parallel.tp divides model.heads, model.kv_heads and model.d_ff, and the processes of each host: its ranks share one.
 - parallel.pp is at most the number of layers: a stage holds at least one.
 - parallel.tp x parallel.pp divides the number of processes.
 - parallel.zero_stage: up to 1 with pipeline parallelism (stages 2 and 3 divide gradients that a stage still adds to),
@@ -23,14 +23,13 @@ def highest_zero_stage(parallel: ParallelConfig) -> int:
 def layout_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     """Faults of section `parallel` that can be told without knowing the number of processes."""
     faults: list[str] = []
-    if model.heads % parallel.tp or model.d_ff % parallel.tp:
+    if _divisible(model) % parallel.tp:
+        shared = "" if model.kv_heads is None else f"model.kv_heads={model.kv_heads}, "
         faults.append(
-            f"parallel.tp: expected a divisor of model.heads={model.heads} and of model.d_ff={model.d_ff}, found "
-            f"{parallel.tp}"
+            f"parallel.tp: expected a divisor of model.heads={model.heads}, {shared}and of model.d_ff={model.d_ff}, "
+            f"found {parallel.tp}"
         )
     layers = model.encoder_layers + model.decoder_layers
-    if parallel.tp > 1:
-        faults.append(f"parallel.tp: expected 1 (this version has no tensor parallelism), found {parallel.tp}")
     if parallel.pp > 1:
         faults.append(f"parallel.pp: expected 1 (this version has no pipeline parallelism), found {parallel.pp}")
     if parallel.pp > layers:
@@ -70,6 +69,11 @@ def describe(parallel: ParallelConfig) -> str:
     return f"parallel.tp={parallel.tp} parallel.pp={parallel.pp} parallel.zero_stage={parallel.zero_stage}"
 
 
+def _divisible(model: ModelConfig) -> int:
+    """What tensor-parallel ranks must divide."""
+    return math.gcd(model.heads, model.key_value_heads, model.d_ff)
+
+
 def _nearest(
     model: ModelConfig, asked: ParallelConfig, world_size: int | None = None, local_world_size: int | None = None
 ) -> ParallelConfig:
@@ -86,7 +90,7 @@ def _nearest(
 
 def _valid(model: ModelConfig, world_size: int | None, local_world_size: int | None) -> Iterator[tuple[int, int]]:
     """Every valid (tp, pp), on any number of processes where that is not given."""
-    shards = math.gcd(model.heads, model.d_ff, local_world_size or 0)  # gcd(n, 0) = n
+    shards = math.gcd(_divisible(model), local_world_size or 0)  # gcd(n, 0) = n
     for tp in range(1, shards + 1):
         if shards % tp == 0:
             yield from ((tp, pp) for pp in range(1, 2) if world_size is None or world_size % (tp * pp) == 0)

@@ -13,12 +13,17 @@ import torch
 from torch import Tensor
 
 from data_pipeline.api import Batch
+from dist_tfm.errors import RunError
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.tags import Tag
 
 STATE_KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 """What a checkpoint holds of each parameter: master weight and both Adam moments, in fp32. With train.ema also "ema",
 the moving average of the master weight."""
+
+
+class DoesNotFitError(RunError):
+    """A whole model is asked for where a rank has no memory for one. All ranks raise it alike."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ class Engine(Protocol):
         ...
 
     def plain_module(self) -> Transformer:
-        """A whole, unsharded model in evaluation mode with the current weights (gathered where they are divided)."""
+        """A whole, unsharded model in evaluation mode with the current weights (gathered where they are divided).
+        Raises DoesNotFitError, on every rank, where one of them has no memory for it."""
         ...
 
     def close(self) -> None:

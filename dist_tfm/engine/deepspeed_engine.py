@@ -6,7 +6,6 @@ fill a short round change a step.
 """
 
 import contextlib
-import copy
 import io
 import logging
 import math
@@ -31,6 +30,7 @@ from dist_tfm.engine.fragments import (
     set_masters,
     set_step,
 )
+from dist_tfm.engine.gathering import check_fit, gather_module
 from dist_tfm.engine.guarded_adam import GuardedAdam
 from dist_tfm.engine.model_parallel import ModelParallelUnit, mark_counted
 from dist_tfm.engine.moving_average import MovingAverage
@@ -50,8 +50,9 @@ RunnerFactory = Callable[[int, int], LayerRunner]
 class DeepSpeedEngine:
     """Implements `dist_tfm.engine.base.Engine`. Build it on every rank with the same weights; then use it collectively.
 
+    model: whole, or divided over topology.axes.tensor (`parallel.plan.divide`).
     loss: called as loss(source [B, S], target_in [B, T], labels [B, T], run), gives (loss_sum, nll_sum), the first of
-        which is differentiated. It holds `model`, whose parameter names are the canonical ones, and no other parameter.
+        which is differentiated. It holds `model` and no other parameter.
     groups: the optimizer's parameter groups, each with a `name` and its `weight_decay`.
     rate: learning rate by update; it is set by hand before each update, there is no other schedule.
     runner: makes the layer runner of a training micro-batch.
@@ -79,7 +80,8 @@ class DeepSpeedEngine:
         self._rate, self._runner = rate, runner
         tag_parameters(model)
         loss.to(topology.device)
-        self._skeleton = _without_weights(model) if zero_stage == 3 else None
+        self._partitioned = zero_stage == 3
+        self._divided = self._partitioned or topology.axes.tensor.size > 1
         # ZeRO-3 replaces this function in the whole process; close() then puts it back.
         self._linear = nn.functional.linear
         adam = _build_adam(groups, optim, zero_stage, rate(1), topology)
@@ -179,26 +181,25 @@ class DeepSpeedEngine:
             refresh_weights(self._engine)
 
     def plain_module(self) -> Transformer:
-        """See `Engine.plain_module`. Stages 0 to 2: the trained module itself, put into evaluation mode until the next
-        training step; stage 3: a copy, gathered tensor by tensor, that lives as long as the caller holds it."""
-        if self._skeleton is None:
+        """See `Engine.plain_module`. Where this rank holds all weights (stages 0 to 2, no tensor parallelism) it is the
+        trained module itself, put into evaluation mode until the next training step; else a copy, gathered tensor by
+        tensor, that lives as long as the caller holds it."""
+        if not self._divided:
             self._loss.eval()
             return self._model
-        weights: dict[str, Tensor] = {}
-        for name, parameter in self._model.named_parameters():
-            with _gathered(parameter):
-                weights[name] = parameter.detach().clone()
-        module = copy.deepcopy(self._skeleton)
-        module.load_state_dict(weights, strict=True, assign=True)
-        return module.requires_grad_(False).eval()
+        check_fit(self._model, self._topology)
+        return gather_module(self._model, self._topology.axes.tensor, self._opened)
 
     def close(self) -> None:
         """See `Engine.close`. Puts back what ZeRO-3 replaced in torch; safe to call twice."""
         if self._engine is not None:
             self._engine.destroy()
             self._engine = None
-        if self._skeleton is not None:
+        if self._partitioned:
             nn.functional.linear = self._linear
+
+    def _opened(self, parameter: Tensor) -> contextlib.AbstractContextManager[None]:
+        return _gathered(parameter) if self._partitioned else contextlib.nullcontext()
 
 
 def _build_adam(
@@ -215,12 +216,6 @@ def _build_adam(
         total = topology.axes.model.sum
         return GuardedAdam(groups, optim.clip_norm, counts=lambda p: tag_of(p).writer, total=total, **settings)
     return torch.optim.AdamW(groups, **settings)
-
-
-def _without_weights(model: Transformer) -> Transformer:
-    """A copy of the model whose parameters take no memory, to be filled later."""
-    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, memo=empty)
 
 
 def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[None]:

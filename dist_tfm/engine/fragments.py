@@ -52,7 +52,7 @@ def set_step(engine: Any, updates: int) -> None:
 
 
 def set_masters(fragments: Sequence[Fragment], weights: Mapping[str, Tensor]) -> None:
-    """Copies whole unsharded weights, by canonical name, into the master weights that this rank holds."""
+    """Copies this rank's local weights, by canonical name, into the master weights that it holds of them."""
     for fragment in fragments:
         part = weights[fragment.tag.name].reshape(-1)[fragment.start : fragment.start + fragment.numel]
         fragment.views["fp32"].copy_(part)

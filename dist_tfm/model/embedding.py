@@ -30,5 +30,9 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, first: int = 0) -> Tensor:
         """ids [B, T] at positions first, first + 1, ... to Dropout(weight[ids] * sqrt(D) + PE), [B, T, D]."""
-        tokens = F.embedding(ids, self.weight) * self.scale
+        tokens = self.look_up(ids) * self.scale
         return cast(Tensor, self.dropout(self.positions.add(tokens, first)))
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """ids [B, T] to rows of the matrix, [B, T, D]."""
+        return F.embedding(ids, self.weight)

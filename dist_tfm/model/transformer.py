@@ -98,6 +98,12 @@ class Transformer(nn.Module):
         return kernel_name(self._attend)
 
     @property
+    def output_weight(self) -> Tensor:
+        """The matrix [V, D] that scores the output: the target embedding (section 3.4) or, where embeddings are untied,
+        one of its own."""
+        return self.embedding.weight if self.projection is None else self.projection.weight
+
+    @property
     def position_limit(self) -> int | None:
         """Positions that there are on each side, EOS and BOS included; None: any number."""
         return self.config.max_positions if self.config.positions == "learned" else None
@@ -123,9 +129,13 @@ class Transformer(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] to unnormalised scores [..., V], through the target embedding (section 3.4) or, where embeddings are
-        untied, a matrix of its own; without bias."""
-        return F.linear(hidden, self.embedding.weight if self.projection is None else self.projection.weight)
+        """[..., D] to unnormalised scores [..., V], through `output_weight`, without bias.
+
+        Raises RuntimeError for a model that holds a part of the vocabulary only.
+        """
+        if self.output_weight.size(0) != self.vocab_size:
+            raise RuntimeError(f"expected the whole vocabulary to score, found a part of it: {self.vocab_size} tokens")
+        return F.linear(hidden, self.output_weight)
 
     def decode_step(
         self,

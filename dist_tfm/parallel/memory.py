@@ -1,9 +1,12 @@
-"""How a process on a CPU gets its memory from the operating system."""
+"""How a process on a CPU gets its memory from the operating system, and how much there is."""
 
 import ctypes
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _NEVER = 2**31 - 1
@@ -22,3 +25,20 @@ def keep_freed_memory(variables: Mapping[str, str] = os.environ) -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int | None:
+    """Memory of this host, or of the container that limits it, which processes could still take; None where unknown."""
+    limits = []
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    except (OSError, LookupError, ValueError):
+        pass
+    try:  # fails where there is no limit ("max")
+        files = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())["inactive_file"]
+        used = int((cgroup / "memory.current").read_text()) - int(files)  # cached files make room
+        limits.append(int((cgroup / "memory.max").read_text()) - used)
+    except (OSError, LookupError, ValueError):
+        pass
+    return max(0, min(limits)) if limits else None

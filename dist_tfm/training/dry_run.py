@@ -22,6 +22,7 @@ from dist_tfm.metrics.writers import Console
 from dist_tfm.model.counting import parameter_counts
 from dist_tfm.parallel.collectives import together
 from dist_tfm.parallel.topology import Topology
+from dist_tfm.parallel.traffic import tensor_traffic
 from dist_tfm.training.corpus import open_corpus
 from dist_tfm.training.session import build_engine, prepare_shards
 
@@ -106,6 +107,17 @@ def _training_step(
     console.say(
         f"largest training step: {count} micro-batches of {pairs} pairs, {width} source and {batch.labels.shape[1]} "
         f"target positions: {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s, MFU {share:.1%}"
+    )
+    if (ranks := topology.axes.tensor.size) > 1:
+        _say_traffic(engine, batch, config, ranks, console)
+
+
+def _say_traffic(engine: Engine, batch: Batch, config: Config, ranks: int, console: Console) -> None:
+    item_bytes = 2 if engine.facts.precision == "bf16" else 4  # autocast: some activations have 2
+    traffic = tensor_traffic(config.model, batch.source.size, batch.labels.size, batch.target_tokens, item_bytes)
+    console.say(
+        f"tensor parallelism: {ranks} ranks add up {traffic.total / MIB:,.1f} MiB for this micro-batch (forward "
+        f"{traffic.forward / MIB:,.1f}, loss {traffic.loss / MIB:,.1f}, backward {traffic.backward / MIB:,.1f})"
     )
 
 

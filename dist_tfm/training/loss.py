@@ -11,11 +11,14 @@ Shapes: B batch, S source, T target, D d_model, V vocabulary, N real target toke
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_pipeline.api import PAD
 from dist_tfm.model.layers import LayerRunner, run_plainly
 from dist_tfm.model.transformer import Transformer
+from dist_tfm.parallel.axis import Alone, Axis
+from dist_tfm.parallel.layers import VocabularyShard, enter
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are held in fp32 at a time (64 MiB): a whole fp32 copy of them would be the largest tensor of a step."""
@@ -24,59 +27,87 @@ CHUNK_ELEMENTS = 1 << 24
 class _SmoothedCrossEntropy(torch.autograd.Function):
     """(sum of smoothed losses, sum of nll) from one logsumexp; backward writes softmax minus smoothed target into one
     buffer of the logits' dtype. Arithmetic in fp32 (float64 stays), a chunk of rows at a time.
+
+    Where the vocabulary is divided, ranks tell each other four numbers a token, and never a score.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, smoothing: float, vocabulary: VocabularyShard
+    ) -> tuple[Tensor, Tensor]:
         exact = torch.promote_types(logits.dtype, torch.float32)
-        log_partition = torch.empty(labels.shape, dtype=exact, device=logits.device)
-        loss_sum, nll_sum = (torch.zeros((), dtype=exact, device=logits.device) for _ in range(2))
+        targets, here = vocabulary.local(labels)
+        partition, target, total = torch.empty((3, *labels.shape), dtype=exact, device=logits.device)
         for rows in _row_chunks(logits):
             scores = logits[rows].to(exact)
-            partition = scores.logsumexp(-1)
-            nll = partition - scores.gather(-1, labels[rows, None]).squeeze(-1)
-            uniform = partition - scores.mean(-1)
-            log_partition[rows] = partition
-            nll_sum += nll.sum()
-            loss_sum += ((1.0 - smoothing) * nll + smoothing * uniform).sum()
-        ctx.save_for_backward(logits, labels, log_partition)
-        ctx.smoothing = smoothing
+            partition[rows] = scores.logsumexp(-1)
+            target[rows] = scores.gather(-1, targets[rows, None]).squeeze(-1)
+            total[rows] = scores.sum(-1)
+        if labels.numel():  # all ranks of the axis have the same labels
+            largest = vocabulary.axis.maximum(partition)
+            parts = torch.stack(((partition - largest).exp_(), target.masked_fill_(~here, 0.0), total))
+            partition, target, total = vocabulary.axis.sum(parts)
+            partition = partition.log() + largest
+        nll = partition - target
+        uniform = partition - total / vocabulary.size
+        ctx.save_for_backward(logits, targets, here, partition)
+        ctx.smoothing, ctx.vocabulary_size = smoothing, vocabulary.size
+        nll_sum = nll.sum()
         ctx.mark_non_differentiable(nll_sum)
-        return loss_sum, nll_sum
+        return ((1.0 - smoothing) * nll + smoothing * uniform).sum(), nll_sum
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels, log_partition = ctx.saved_tensors
-        smoothing = ctx.smoothing
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, here, log_partition = ctx.saved_tensors
         result = torch.empty_like(logits)
         for rows in _row_chunks(logits):
             partition = log_partition[rows, None]
             slope = (logits[rows].to(partition.dtype) - partition).exp_()
-            slope -= smoothing / logits.size(-1)
-            target = labels[rows, None]
-            slope.scatter_add_(-1, target, torch.full_like(target, -(1.0 - smoothing), dtype=slope.dtype))
+            slope -= ctx.smoothing / ctx.vocabulary_size
+            slope.scatter_add_(-1, targets[rows, None], here[rows, None].to(slope.dtype) * (ctx.smoothing - 1.0))
             result[rows] = slope.mul_(grads[0])
-        return result, None, None
+        return result, None, None, None
 
 
-def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+def smoothed_cross_entropy(
+    logits: Tensor, labels: Tensor, smoothing: float, vocabulary: VocabularyShard | None = None
+) -> tuple[Tensor, Tensor]:
     """logits [N, V], labels [N], none of them a pad: (loss_sum, nll_sum), scalars in fp32 (float64 for float64 logits).
 
     loss_sum has a gradient, nll_sum has none. N may be 0: both are then exactly 0.
+    vocabulary: the shard that logits [N, high - low] score, where V is divided over ranks; None: they are all scores.
+    Raises ValueError for logits that are not those of the shard.
     """
-    loss_sum, nll_sum = _SmoothedCrossEntropy.apply(logits, labels, smoothing)  # type: ignore[no-untyped-call]
+    shard = VocabularyShard(Alone(), logits.size(-1)) if vocabulary is None else vocabulary
+    if logits.size(-1) != shard.high - shard.low:
+        raise ValueError(f"expected scores of tokens {shard.low} to {shard.high}, found {logits.size(-1)} scores")
+    loss_sum, nll_sum = _SmoothedCrossEntropy.apply(logits, labels, smoothing, shard)  # type: ignore[no-untyped-call]
     return loss_sum, nll_sum
+
+
+def projected_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, vocabulary: VocabularyShard
+) -> tuple[Tensor, Tensor]:
+    """hidden [N, D] through the projection weight [high - low, D] to `smoothed_cross_entropy` of labels [N].
+
+    The one place where scores over the vocabulary are made in training.
+    """
+    logits = F.linear(enter(hidden, vocabulary.axis), weight)
+    return smoothed_cross_entropy(logits, labels, smoothing, vocabulary)
 
 
 class TranslationLoss(nn.Module):
     """The model and its loss as one module, which an engine trains. The sums are left undivided: the one division, by
     the step's number of target tokens over all ranks and micro-batches, is the engine's.
+
+    tensor: the axis over which the model was divided, if it was (`parallel.plan.divide`).
     """
 
-    def __init__(self, model: Transformer, label_smoothing: float) -> None:
+    def __init__(self, model: Transformer, label_smoothing: float, tensor: Axis | None = None) -> None:
         super().__init__()
         self.model = model
         self.label_smoothing = label_smoothing
+        self._vocabulary = VocabularyShard(Alone() if tensor is None else tensor, model.vocab_size)
 
     def forward(
         self, source: Tensor, target_in: Tensor, labels: Tensor, run: LayerRunner = run_plainly
@@ -88,8 +119,13 @@ class TranslationLoss(nn.Module):
         # Before the model is launched: on a GPU `nonzero` waits for the device, which costs least here.
         real = (labels.flatten() != PAD).nonzero().squeeze(-1)
         hidden: Tensor = self.model(source, target_in, run)
-        logits = self.model.logits(hidden.flatten(0, 1).index_select(0, real))
-        return smoothed_cross_entropy(logits, labels.flatten().index_select(0, real), self.label_smoothing)
+        return projected_cross_entropy(
+            hidden.flatten(0, 1).index_select(0, real),
+            self.model.output_weight,
+            labels.flatten().index_select(0, real),
+            self.label_smoothing,
+            self._vocabulary,
+        )
 
 
 def _row_chunks(logits: Tensor) -> list[slice]:

@@ -37,6 +37,7 @@ from dist_tfm.model.initialization import deep_norm_gain, initialize
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.attempt import note_stopped
 from dist_tfm.parallel.collectives import first_rank_alone, together
+from dist_tfm.parallel.plan import divide
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.corpus import Corpus, open_corpus
 from dist_tfm.training.loop import Instruments, Intervals, Savers, Trainer
@@ -118,12 +119,14 @@ def agree_on_configuration(config: Config, topology: Topology, fault: ConfigErro
 
 
 def build_engine(config: Config, vocab_size: int, topology: Topology) -> Engine:
-    """The model with its initial weights, its loss, and the engine that trains them."""
+    """The model with its initial weights, divided over tensor-parallel ranks; its loss; the engine that trains it."""
     model = Transformer(config.model, vocab_size)
     initialize(model, config.train.seed, deep_norm_gain(config.model))
+    tensor = topology.axes.tensor
+    divide(model, tensor)
     checkpointing = config.train.activation_checkpointing == "full"
     return DeepSpeedEngine(
-        loss=TranslationLoss(model, config.train.label_smoothing),
+        loss=TranslationLoss(model, config.train.label_smoothing, tensor),
         model=model,
         groups=parameter_groups(model, config.optim),
         optim=config.optim,

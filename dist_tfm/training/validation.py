@@ -11,7 +11,7 @@ import torch
 from data_pipeline.api import Batch
 from data_pipeline.tokenizer import Tokenizer
 from dist_tfm.config.schema import DecodeConfig
-from dist_tfm.engine.base import Engine, LossSums
+from dist_tfm.engine.base import DoesNotFitError, Engine, LossSums
 from dist_tfm.errors import RunError
 from dist_tfm.inference.greedy import greedy
 from dist_tfm.metrics.meter import perplexity
@@ -64,15 +64,18 @@ class Validator:
 
     def run(self, step: int, epoch: int) -> dict[str, Any]:
         """The validation line of `step`: loss (smoothed), nll and perplexity per target token, BLEU of the sample;
-        loss, nll and perplexity of the weights' moving average under valid_ema_*."""
+        loss, nll and perplexity of the weights' moving average under valid_ema_*. BLEU is left out, and the reason
+        said, where a rank has no memory for a whole model."""
         record = {"step": step, "epoch": epoch, **self._losses()}
         if self._averaged:
             with self._engine.averaged_weights():
                 of_average = self._losses()
             record |= {f"valid_ema_{key}": of_average[f"valid_{key}"] for key in ("loss", "nll", "ppl")}
         if self._sample:
-            record["valid_decoded"] = len(self._sample)
-            record["valid_bleu"] = self._bleu()
+            try:
+                record |= {"valid_bleu": self._bleu(), "valid_decoded": len(self._sample)}
+            except DoesNotFitError as reason:
+                self._console.say(f"step {step}: no BLEU: {reason}")
         return record
 
     def _losses(self) -> dict[str, Any]:

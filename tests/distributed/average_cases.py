@@ -14,7 +14,7 @@ from dist_tfm.engine.base import STATE_KINDS
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.loss import TranslationLoss
-from tests.distributed.build import build_engine, gather_state, train_step
+from tests.distributed.build import build_engine, evaluate, gather_state, train_step
 from tests.distributed.cases import SAVE_STEP, Poisoned, evaluated_batch, manager_of, save
 from tests.oracle import Recipe, build_model
 
@@ -24,7 +24,7 @@ DECAY = 0.6
 KINDS = (*STATE_KINDS, "ema")
 
 
-def averaging(topology: Topology, folder: Path, stage: int, recipe: Recipe) -> dict[str, Any]:
+def averaging(topology: Topology, folder: Path, name: str, stage: int, recipe: Recipe) -> dict[str, Any]:
     """Trains with an average, evaluates it between steps, checkpoints and snapshots it, skips a step."""
     poison: list[Poisoned] = []
 
@@ -39,12 +39,12 @@ def averaging(topology: Topology, folder: Path, stage: int, recipe: Recipe) -> d
         steps.append(train_step(engine, topology, recipe, step))
         state = gather_state(engine, KINDS)
         decay = min(DECAY, (1 + step) / (10 + step))
-        for name, weight in weights_of(state, "fp32").items():
-            expected[name] = decay * expected[name] + (1 - decay) * weight
+        for parameter, weight in weights_of(state, "fp32").items():
+            expected[parameter] = decay * expected[parameter] + (1 - decay) * weight
         errors.append(distance(weights_of(state, "ema"), expected))
         if step in (1, SAVE_STEP):
-            evaluations.append(evaluate_average(engine, recipe, state))
-    run = folder / f"average_{topology.data.size}_{recipe.precision}_{stage}"
+            evaluations.append(evaluate_average(engine, topology, recipe, state))
+    run = folder / f"average_{topology.world.size}_{name}"
     checkpoint = save(engine, manager_of(run, topology), SAVE_STEP, folder)
     snapshot = SnapshotStore(run, topology.world, 2, print).save(
         engine, SAVE_STEP, {}, "train: {}\n", folder / "tokenizer.model"
@@ -66,13 +66,15 @@ def averaging(topology: Topology, folder: Path, stage: int, recipe: Recipe) -> d
     }
 
 
-def evaluate_average(engine: DeepSpeedEngine, recipe: Recipe, state: dict[str, Tensor]) -> dict[str, Any]:
+def evaluate_average(
+    engine: DeepSpeedEngine, topology: Topology, recipe: Recipe, state: dict[str, Tensor]
+) -> dict[str, Any]:
     """The held-out nll of the average by the engine and by a plain model; and what it left behind."""
     batch = evaluated_batch()
-    trained = engine.evaluate(batch)
+    trained = evaluate(engine, topology, batch)
     with engine.averaged_weights():
-        averaged = engine.evaluate(batch)
-    again = engine.evaluate(batch)
+        averaged = evaluate(engine, topology, batch)
+    again = evaluate(engine, topology, batch)
     after = gather_state(engine, KINDS)
     loss = TranslationLoss(build_model(recipe), recipe.smoothing).eval()
     loss.model.load_state_dict({name: weight.float() for name, weight in weights_of(state, "ema").items()})
@@ -87,9 +89,9 @@ def evaluate_average(engine: DeepSpeedEngine, recipe: Recipe, state: dict[str, T
     }
 
 
-def loading(topology: Topology, folder: Path, source: int, written: int, stage: int, recipe: Recipe) -> dict[str, Any]:
+def loading(topology: Topology, folder: Path, source: int, written: str, stage: int, recipe: Recipe) -> dict[str, Any]:
     """Loads the checkpoint of a run with an average into another layout; starts a new run from its weights."""
-    run = folder / f"average_{source}_{recipe.precision}_{written}"
+    run = folder / f"average_{source}_{written}"
     engine = build_engine(topology, stage, recipe, initial_seed=99, ema=DECAY)
     manager = manager_of(run, topology)
     checkpoint = manager.newest_valid()

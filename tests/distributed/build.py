@@ -1,6 +1,7 @@
 """Builds the real engine for a recipe of the oracle, and reads its state back, inside one rank of a test world."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_pipeline.api import Batch
-from dist_tfm.config.schema import OptimConfig, PrecisionConfig, ScheduleConfig
-from dist_tfm.engine.base import STATE_KINDS
+from dist_tfm.config.schema import LaunchConfig, OptimConfig, ParallelConfig, PrecisionConfig, ScheduleConfig
+from dist_tfm.engine.base import STATE_KINDS, LossSums
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
 from dist_tfm.model.initialization import initialize
 from dist_tfm.model.layers import LayerRunner
+from dist_tfm.parallel.plan import divide
 from dist_tfm.parallel.tags import tag_of
-from dist_tfm.parallel.topology import Topology
+from dist_tfm.parallel.topology import Topology, arrange
 from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.optim import parameter_groups
 from dist_tfm.training.randomness import SeededRunner
@@ -42,7 +44,8 @@ def build_engine(
     model = build_model(recipe)
     if initial_seed is not None:
         initialize(model, initial_seed)
-    loss = TranslationLoss(model, recipe.smoothing)
+    divide(model, topology.axes.tensor)
+    loss = TranslationLoss(model, recipe.smoothing, topology.axes.tensor)
     optim = OptimConfig(beta1=recipe.beta1, beta2=recipe.beta2, eps=recipe.eps, clip_norm=recipe.clip)
     schedule = ScheduleConfig(kind="noam", warmup=recipe.warmup, factor=recipe.factor)
 
@@ -104,13 +107,34 @@ def gather_state(engine: DeepSpeedEngine, kinds: Sequence[str] = STATE_KINDS) ->
     fragments = {fragment.tag.name: fragment for fragment in engine.fragments(divide=True)}
     state: dict[str, Tensor] = {}
     for tag in tags:
-        rows = torch.zeros(len(kinds) + 1, torch.Size(tag.shape).numel())
-        if (fragment := fragments.get(tag.name)) is not None:
+        whole = torch.zeros(len(kinds) + 1, *tag.shape)
+        if tag.writer and (fragment := fragments.get(tag.name)) is not None:
+            local = whole.narrow(1 + tag.dim, tag.low, tag.high - tag.low)
+            rows = torch.zeros(len(kinds) + 1, local[0].numel())
             place = slice(fragment.start, fragment.start + fragment.numel)
             for row, kind in zip(rows, kinds, strict=False):
                 row[place] = fragment.views[kind]
             rows[-1, place] = 1
-        dist.all_reduce(rows)
-        assert bool((rows[-1] == 1).all()), f"{tag.name} is not covered exactly once"
-        state |= {f"{kind}/{tag.name}": row.view(tag.shape) for kind, row in zip(kinds, rows, strict=False)}
+            local.copy_(rows.view_as(local))
+        dist.all_reduce(whole)
+        assert bool((whole[-1] == 1).all()), f"{tag.name} is not covered exactly once"
+        state |= {f"{kind}/{tag.name}": part for kind, part in zip(kinds, whole, strict=False)}
     return state
+
+
+def evaluate(engine: DeepSpeedEngine, topology: Topology, batch: Batch) -> LossSums:
+    """What the ranks of one replica find for a batch that every replica evaluates."""
+    sums = engine.evaluate(batch)
+    loss, nll, tokens = topology.world.sum_floats([sums.loss, sums.nll, sums.target_tokens])
+    replicas = topology.data.size
+    return LossSums(loss / replicas, nll / replicas, int(tokens) // replicas)
+
+
+def whole_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in build_model(recipe).named_parameters()}
+
+
+@cache
+def arranged(topology: Topology, tp: int) -> Topology:
+    """The test world as a grid; its groups are made once."""
+    return arrange(topology, ParallelConfig(tp=tp), LaunchConfig(timeout=60))

@@ -21,7 +21,7 @@ from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.randomness import SeededRunner
 from tests.batches import make_batch
-from tests.distributed.build import build_engine, gather_state, train_step, train_steps
+from tests.distributed.build import build_engine, evaluate, gather_state, train_step, train_steps, whole_shapes
 from tests.oracle import Recipe, build_model
 
 SAVE_STEP = 5
@@ -47,10 +47,10 @@ def exact(
     steps = train_steps(engine, topology, recipe, 1, 1)
     first = gather_state(engine)
     steps += train_steps(engine, topology, recipe, 2, SAVE_STEP)
-    save(engine, manager_of(folder / f"run_{topology.data.size}_{name}", topology), SAVE_STEP, folder)
+    save(engine, manager_of(folder / f"run_{topology.world.size}_{name}", topology), SAVE_STEP, folder)
     steps += train_steps(engine, topology, recipe, SAVE_STEP + 1, recipe.steps)
     last = gather_state(engine)
-    _write_state(topology, folder / f"{topology.data.size}_{name}.safetensors", first=first, last=last)
+    _write_state(topology, folder / f"{topology.world.size}_{name}.safetensors", first=first, last=last)
     facts = vars(engine.facts) | {"updates": engine.updates}
     engine.close()
     return {"steps": steps, "facts": facts, "exact_start": exact_start, "seconds": time.monotonic() - started}
@@ -63,7 +63,7 @@ def mutant(topology: Topology, folder: Path, name: str, stage: int, recipe: Reci
     steps = [train_step(engine, topology, recipe, 1, count)]
     first = gather_state(engine)
     steps += [train_step(engine, topology, recipe, step, count) for step in range(2, recipe.steps + 1)]
-    _write_state(topology, folder / f"{topology.data.size}_{name}.safetensors", first=first, last=gather_state(engine))
+    _write_state(topology, folder / f"{topology.world.size}_{name}.safetensors", first=first, last=gather_state(engine))
     engine.close()
     return {"steps": steps}
 
@@ -122,7 +122,7 @@ def skipping(topology: Topology, folder: Path, stage: int, recipe: Recipe, what:
     engine = build_engine(topology, stage, recipe, wrap=wrap)
     records = train_steps(engine, topology, recipe, 1, 1)
     before = gather_state(engine)
-    if topology.data.rank == topology.data.size - 1:
+    if topology.world.rank == topology.world.size - 1:
         setattr(poison[0], {"loss": "value_added", "gradient": "gradient_factor"}[what], float(value))
     records += train_steps(engine, topology, recipe, 2, 2)
     poison[0].value_added, poison[0].gradient_factor = 0.0, 1.0
@@ -167,20 +167,20 @@ def evaluating(topology: Topology, folder: Path, name: str, stage: int, recipe: 
     engine = build_engine(topology, stage, recipe)
     steps = train_steps(engine, topology, recipe, 1, 2)
     batch = evaluated_batch()
-    sums = [engine.evaluate(batch), engine.evaluate(batch)]
+    sums = [evaluate(engine, topology, batch), evaluate(engine, topology, batch)]
     mode_kept = engine._loss.training
     plain = engine.plain_module()
     with torch.no_grad():
         hidden = plain(torch.from_numpy(batch.source), torch.from_numpy(batch.target_in))
         logits = plain.logits(hidden).float()
-    shapes_whole = all(tuple(p.shape) for p in plain.parameters())
+    shapes_whole = {n: tuple(p.shape) for n, p in plain.named_parameters()} == whole_shapes(recipe)
     evaluating_mode = not plain.training
     state = gather_state(engine)
     del plain
     steps += train_steps(engine, topology, recipe, 3, 4)
     if topology.is_main:
         tensors = {"logits": logits} | {f"state/{k}": v for k, v in state.items() if k.startswith("fp32/")}
-        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"{topology.data.size}_{name}.safetensors")
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"{topology.world.size}_{name}.safetensors")
     digest = float(logits.double().sum())
     engine.close()
     return {

@@ -33,7 +33,7 @@ def loading(topology: Topology, folder: Path, source: str, stage: int, recipe: R
     checkpoint = manager.newest_valid()
     assert checkpoint is not None
     counters = manager.load(checkpoint, engine)
-    again = save(engine, manager_of(folder / f"again_{topology.data.size}_{name}", topology), SAVE_STEP, folder)
+    again = save(engine, manager_of(folder / f"again_{topology.world.size}_{name}", topology), SAVE_STEP, folder)
     identical = same_state(checkpoint, again) if topology.is_main else True
     steps = train_steps(engine, topology, recipe, SAVE_STEP + 1, recipe.steps)
     engine.close()
@@ -50,7 +50,7 @@ def same_state(one: Path, other: Path) -> bool:
 
 def damage(topology: Topology, folder: Path, recipe: Recipe, how: str) -> dict[str, Any]:
     """Three checkpoints, the newest then damaged by rank 0: which one do the ranks agree on?"""
-    run = folder / f"damage_{topology.data.size}_{how}"
+    run = folder / f"damage_{topology.world.size}_{how}"
     engine = build_engine(topology, 1, recipe)
     manager = manager_of(run, topology)
     for step in (1, 2, 3):
@@ -99,7 +99,7 @@ def damage_checkpoint(checkpoint: Path, how: str) -> None:
 
 def all_damaged(topology: Topology, folder: Path, recipe: Recipe) -> dict[str, Any]:
     """Every checkpoint is damaged: the run must stop, now and when it is started again."""
-    run = folder / f"all_damaged_{topology.data.size}"
+    run = folder / f"all_damaged_{topology.world.size}"
     engine = build_engine(topology, 2, recipe)
     manager = manager_of(run, topology)
     none_yet = manager.newest_valid() is None
@@ -132,7 +132,7 @@ def wrong_architecture(topology: Topology, folder: Path, source: str, stage: int
 
 def no_space(topology: Topology, folder: Path, stage: int, recipe: Recipe, victim: int) -> dict[str, Any]:
     """The disk fills up while rank `victim` writes: all ranks say so, what was there stays and loads."""
-    run = folder / f"no_space_{topology.data.size}_{victim}_{stage}"
+    run = folder / f"no_space_{topology.world.size}_{victim}_{stage}"
     engine = build_engine(topology, stage, recipe)
     manager = manager_of(run, topology)
     save(engine, manager, 1, folder)
@@ -199,7 +199,7 @@ def initializing(topology: Topology, folder: Path, source: str, stage: int, reci
 
 def rotating(topology: Topology, folder: Path, recipe: Recipe) -> dict[str, Any]:
     """keep=2 with the best at step 2: what is left after each of six saves; a writer's leftover goes too."""
-    run = folder / f"rotation_{topology.data.size}"
+    run = folder / f"rotation_{topology.world.size}"
     engine = build_engine(topology, 3, recipe)
     manager = manager_of(run, topology, keep=2)
     listings = []

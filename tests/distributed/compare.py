@@ -29,6 +29,10 @@ FP32_TOLERANCE = Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weights=1e-5)
 # turns a small gradient's rounding into whole updates of the biases, which start at 0. Losses stay close.
 BF16_TOLERANCE = Tolerance(loss=2e-3, norm=3e-2, gradient=3e-2, weights=0.15)
 
+# Tensor parallelism rounds each rank's part of a sum to bf16 before it adds them up, in every layer. Gradients of this
+# recipe in bf16 are up to 0.062 away from those in fp32 on one process, and 0.064 from each other on one and on two.
+BF16_TENSOR_TOLERANCE = BF16_TOLERANCE._replace(gradient=0.1)
+
 TOLERANCES = {"fp32": FP32_TOLERANCE, "bf16": BF16_TOLERANCE, "bf16-autocast": BF16_TOLERANCE}
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_tfm.parallel.topology import Topology
-from tests.distributed import average_cases, cases, checkpoint_cases
+from tests.distributed import average_cases, cases, checkpoint_cases, tensor_cases
+from tests.distributed.build import arranged
 from tests.oracle import Recipe
 
 Case = Callable[[Topology, Path], Any]
@@ -19,11 +20,21 @@ class Exact(NamedTuple):
     stage: int
     recipe: Recipe
     checkpointing: bool = False
+    tp: int = 1
 
     @property
     def name(self) -> str:
         recipe, extra = self.recipe, "_recomputed" if self.checkpointing else ""
-        return f"{recipe.norm}_{recipe.precision}_m{recipe.micro_batches}_stage{self.stage}{extra}"
+        divided = f"_tp{self.tp}" if self.tp > 1 else ""
+        return f"{recipe.norm}_{recipe.precision}_m{recipe.micro_batches}_stage{self.stage}{extra}{divided}"
+
+    def on(self, case: Case) -> Case:
+        """The case on a world laid out as this run wants it."""
+        return partial(_on_grid, case=case, tp=self.tp)
+
+
+def _on_grid(topology: Topology, folder: Path, case: Case, tp: int) -> Any:
+    return case(arranged(topology, tp), folder)
 
 
 class Load(NamedTuple):
@@ -50,16 +61,28 @@ BF16 = [Exact(0, replace(BASE, precision="bf16-autocast"))] + [
 ]
 PRE = {count: replace(BASE, norm="pre", micro_batches=count) for count in (2, 5)}
 
+# No number of tensor-parallel ranks divides 101 tokens.
+ODD = replace(BASE, norm="pre", micro_batches=5, vocabulary=101)
+TP2 = [Exact(stage, BASE, tp=2) for stage in (0, 1, 2)]
+TP4 = Exact(0, ODD, tp=4)
+TP2_BF16 = [exact._replace(tp=2) for exact in BF16[:3]]
+
 EXACT: dict[str, list[Exact]] = {
     "1": [*FP32, BF16[0], BF16[1], BF16[3], Exact(1, PRE[2])],
     "3": [*FP32, BF16[1], Exact(1, PRE[5]), Exact(3, PRE[2])],  # two micro-batches: a rank that has only a filler
-    "4": [*FP32, Exact(2, PRE[5]), Exact(1, PRE[2])],
-    "2": [*FP32, *BF16, Exact(3, PRE[2]), Exact(1, PRE[5]), Exact(2, PRE[2], True), Exact(3, BASE, True)],
+    "4": [*FP32, Exact(2, PRE[5]), Exact(1, PRE[2]), *TP2, Exact(1, ODD, tp=2), TP4],
+    "2": [
+        *(*FP32, *BF16, Exact(3, PRE[2]), Exact(1, PRE[5]), Exact(2, PRE[2], True), Exact(3, BASE, True)),
+        *(*TP2, *TP2_BF16, Exact(1, ODD, True, tp=2), Exact(2, PRE[2], tp=2)),
+    ],
 }
 
 LOADS: dict[str, list[Load]] = {
     "3": [Load(1, FP32[1], FP32[3]), Load(1, FP32[0], FP32[2]), Load(3, FP32[2], FP32[2])],
-    "4": [Load(3, FP32[1], FP32[0]), Load(3, FP32[3], FP32[1]), Load(1, FP32[2], FP32[3])],
+    "4": [
+        *(Load(3, FP32[1], FP32[0]), Load(3, FP32[3], FP32[1]), Load(1, FP32[2], FP32[3])),
+        *(Load(1, FP32[1], Exact(1, BASE, tp=4)), Load(3, FP32[3], TP2[2])),
+    ],
     "2": [
         *(Load(2, exact, exact) for exact in (*FP32[:2], FP32[3], *BF16[:2])),
         Load(1, FP32[1], FP32[2]),
@@ -70,6 +93,11 @@ LOADS: dict[str, list[Load]] = {
         Load(1, BF16[3], BF16[1]),
         Load(1, FP32[1], BF16[1]),
         Load(1, BF16[1], FP32[2]),
+        *(Load(2, exact, exact) for exact in (TP2[0], TP2[1])),
+        Load(1, FP32[0], TP2[1]),
+        Load(4, TP4, Exact(2, ODD, tp=2)),
+        Load(4, TP2[2], FP32[3]),
+        Load(1, BF16[1], TP2_BF16[1]),
     ],
     "1b": [
         Load(1, FP32[3], FP32[3]),
@@ -79,6 +107,8 @@ LOADS: dict[str, list[Load]] = {
         Load(4, FP32[0], FP32[1]),
         Load(4, FP32[2], FP32[3]),
         Load(2, BF16[3], BF16[3]),
+        Load(2, TP2[1], FP32[2]),
+        Load(4, TP4, Exact(1, ODD)),
     ],
 }
 """Worlds are run in the order 1, 3, 4, 2, 1 again, so that each finds the checkpoints of those before it."""
@@ -95,6 +125,7 @@ SKIPS: dict[str, list[tuple[Exact, str, str]]] = {
     "2": [
         *((exact, "gradient", "nan") for exact in (*FP32, *BF16[:2])),
         *((exact, "loss", "inf") for exact in (FP32[0], FP32[1], FP32[3])),
+        *((TP2[0], "gradient", "nan"), (TP2[1], "loss", "nan")),
         (FP32[0], "gradient", "inf"),
     ],
     "3": [(FP32[3], "loss", "nan")],
@@ -105,16 +136,24 @@ DAMAGES = ("flipped_byte", "truncated", "missing_file", "edited_manifest", "no_m
 
 BYTES = {"2": (0, 1, 2, 3), "4": (1, 2, 3)}
 
-EVALUATED: dict[str, list[Exact]] = {"1": [FP32[0]], "2": [FP32[1], FP32[3], BF16[0], BF16[1]], "3": [FP32[3]]}
+EVALUATED: dict[str, list[Exact]] = {
+    "1": [FP32[0]],
+    "2": [FP32[1], FP32[3], BF16[0], BF16[1], TP2[1]],
+    "3": [FP32[3]],
+    "4": [Exact(1, ODD, tp=2)],
+}
 
-AVERAGED: dict[str, list[Exact]] = {"1": [FP32[1]], "3": [FP32[3]], "2": [*FP32, BF16[1]]}
+AVERAGED: dict[str, list[Exact]] = {"1": [FP32[1]], "3": [FP32[3]], "2": [*FP32, BF16[1], TP2[1]]}
 """Runs with a moving average of their weights."""
 
 AVERAGES_LOADED: dict[str, list[tuple[int, Exact, int]]] = {
     "2": [(3, FP32[3], 1), (1, FP32[1], 3), (3, FP32[3], 0)],
-    "1b": [(2, FP32[0], 2), (2, BF16[1], 1)],
+    "1b": [(2, FP32[0], 2), (2, BF16[1], 1), (2, TP2[1], 2)],
 }
 """(ranks that wrote a checkpoint of such a run, how, the stage that it is loaded into)."""
+
+TENSOR = {"2": 2, "4": 2}
+"""Worlds that have cases of tensor parallelism alone, and over how many ranks."""
 
 AFTER = {"3": ("1",), "4": ("3",), "2": ("4",), "1b": ("2",)}
 """Worlds whose checkpoints a world loads."""
@@ -127,13 +166,15 @@ def skip_name(exact: Exact, what: str, value: str) -> str:
 def _training_cases(world: str) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for e in EXACT.get(world, ()):
-        found[e.name] = partial(cases.exact, name=e.name, stage=e.stage, recipe=e.recipe, checkpointing=e.checkpointing)
+        found[e.name] = e.on(
+            partial(cases.exact, name=e.name, stage=e.stage, recipe=e.recipe, checkpointing=e.checkpointing)
+        )
     for e in EVALUATED.get(world, ()):
         name = f"evaluate_{e.name}"
-        found[name] = partial(cases.evaluating, name=name, stage=e.stage, recipe=e.recipe)
+        found[name] = e.on(partial(cases.evaluating, name=name, stage=e.stage, recipe=e.recipe))
     for e, what, value in SKIPS.get(world, ()):
-        found[skip_name(e, what, value)] = partial(
-            cases.skipping, stage=e.stage, recipe=e.recipe, what=what, value=value
+        found[skip_name(e, what, value)] = e.on(
+            partial(cases.skipping, stage=e.stage, recipe=e.recipe, what=what, value=value)
         )
     for stage in BYTES.get(world, ()):
         found[f"bytes_stage{stage}"] = partial(cases.optimizer_bytes, stage=stage, recipe=BASE)
@@ -147,11 +188,24 @@ def _training_cases(world: str) -> dict[str, Case]:
 def _average_cases(world: str) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for e in AVERAGED.get(world, ()):
-        found[f"average_{e.name}"] = partial(average_cases.averaging, stage=e.stage, recipe=e.recipe)
+        found[f"average_{e.name}"] = e.on(partial(average_cases.averaging, name=e.name, stage=e.stage, recipe=e.recipe))
     for source, written, stage in AVERAGES_LOADED.get(world, ()):
         found[f"average_load_{source}_{written.name}_stage{stage}"] = partial(
-            average_cases.loading, source=source, written=written.stage, stage=stage, recipe=written.recipe
+            average_cases.loading, source=source, written=written.name, stage=stage, recipe=written.recipe
         )
+    return found
+
+
+def _tensor_cases(world: str) -> dict[str, Case]:
+    if world not in TENSOR:
+        return {}
+    e = Exact(1, BASE, tp=TENSOR[world])
+    found: dict[str, Case] = {"tensor_bytes": e.on(partial(tensor_cases.held_bytes, recipe=BASE))}
+    if world == "2":
+        dropped = replace(BASE, attention_dropout=0.2)
+        found["tensor_dropout"] = e.on(partial(tensor_cases.dropping, recipe=dropped))
+        found["tensor_mutants"] = e.on(partial(tensor_cases.mutants, recipe=BASE))
+        found["tensor_too_large"] = e.on(partial(tensor_cases.too_large, recipe=BASE))
     return found
 
 
@@ -159,8 +213,8 @@ def _checkpoint_cases(world: str) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for load in LOADS.get(world, ()):
         e = load.loaded
-        found[load.name] = partial(
-            checkpoint_cases.loading, source=load.run, stage=e.stage, recipe=e.recipe, name=load.name
+        found[load.name] = e.on(
+            partial(checkpoint_cases.loading, source=load.run, stage=e.stage, recipe=e.recipe, name=load.name)
         )
     if world == "2":
         for how in DAMAGES:
@@ -181,6 +235,7 @@ def _checkpoint_cases(world: str) -> dict[str, Case]:
 
 WORLDS = ("1", "3", "4", "2", "1b")
 PLAN: dict[str, dict[str, Case]] = {
-    world: _training_cases(world) | _checkpoint_cases(world) | _average_cases(world) for world in WORLDS
+    world: _training_cases(world) | _tensor_cases(world) | _checkpoint_cases(world) | _average_cases(world)
+    for world in WORLDS
 }
 PLAN["2_failing"] = {"fine": cases.fine, "one_rank_raises": cases.one_rank_raises}

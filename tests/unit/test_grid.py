@@ -64,6 +64,7 @@ MODEL = ModelConfig(heads=8, d_ff=2048)
 
 def test_a_valid_combination_has_no_fault() -> None:
     assert layout_faults(MODEL, ParallelConfig(tp=1, zero_stage=3)) == []
+    assert layout_faults(MODEL, ParallelConfig(tp=8, zero_stage=2)) == []
     check_world(Config(), 3, 3)
 
 
@@ -82,3 +83,26 @@ def test_processes_that_cannot_be_laid_out_are_refused(
         check_world(replace(Config(), parallel=parallel), world, local)
     assert expected in str(refused.value)
     assert f"nearest valid combination, parallel.{nearest}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "expected", "nearest"),
+    [
+        (MODEL, ParallelConfig(tp=3), "model.heads=8, and of model.d_ff=2048, found 3", "parallel.tp=4"),
+        (MODEL, ParallelConfig(tp=5), "found 5", "parallel.tp=4"),
+        (ModelConfig(heads=8, kv_heads=2), ParallelConfig(tp=4), "model.kv_heads=2, and of", "parallel.tp=2"),
+        (ModelConfig(heads=8, d_ff=36), ParallelConfig(tp=8), "found 8", "parallel.tp=4"),
+        (
+            MODEL,
+            ParallelConfig(tp=2, zero_stage=3),
+            "at most 2 together with tensor parallelism, found 3",
+            "parallel.tp=2 parallel.pp=1 parallel.zero_stage=2",
+        ),
+    ],
+)
+def test_invalid_combination_is_refused_with_the_nearest_valid_one(
+    model: ModelConfig, parallel: ParallelConfig, expected: str, nearest: str
+) -> None:
+    (fault,) = layout_faults(model, parallel)
+    assert expected in fault
+    assert f"the nearest valid combination is {nearest}" in fault
