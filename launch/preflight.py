@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from data_pipeline.command_line import parse_command_line
 from data_pipeline.settings import run_main
+from dist_tfm.config.layout import check_world
 from dist_tfm.config.loading import SECTIONS, check_sections, make_config
 from dist_tfm.config.schema import Config
 from dist_tfm.errors import ConfigError, DistTfmError, InputError
@@ -61,13 +62,14 @@ def main(argv: Sequence[str]) -> int:
             check=check_sections,
         )
         config, for_ranks = make_config(sections), options.ranks or ranks.world_size
+        check_world(config, for_ranks, for_ranks if options.ranks else ranks.local_world_size)
         findings.good(f"configuration {options.config}, for {for_ranks} rank(s)")
     except ConfigError as fault:
         if ranks.world_size == 1:
             raise
         findings.fault(str(fault))  # heard by all ranks once they have met, so that none waits for another
     if ranks.rank == 0 and not findings.faults:
-        check_batches(config, for_ranks, findings)
+        check_batches(config, for_ranks // (config.parallel.tp * config.parallel.pp), findings)
         check_files(config, findings)
 
     from launch.preflight_nodes import check_nodes  # seconds of imports (torch)
@@ -85,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks", type=_positive, metavar="N", help="judge the batch for N ranks, on fewer (default: as many as run)"
+        "--ranks", type=_positive, metavar="N", help="judge batch and layout for N ranks (default: as many as run)"
     )
 
 

@@ -65,7 +65,7 @@ PRE = {count: replace(BASE, norm="pre", micro_batches=count) for count in (2, 5)
 ODD = replace(BASE, norm="pre", micro_batches=5, vocabulary=101)
 TP2 = [Exact(stage, BASE, tp=2) for stage in (0, 1, 2)]
 TP4 = Exact(0, ODD, tp=4)
-TP2_BF16 = [exact._replace(tp=2) for exact in BF16[:3]]
+TP2_BF16 = [exact._replace(tp=2) for exact in BF16[:2]]
 
 EXACT: dict[str, list[Exact]] = {
     "1": [*FP32, BF16[0], BF16[1], BF16[3], Exact(1, PRE[2])],
@@ -93,7 +93,7 @@ LOADS: dict[str, list[Load]] = {
         Load(1, BF16[3], BF16[1]),
         Load(1, FP32[1], BF16[1]),
         Load(1, BF16[1], FP32[2]),
-        *(Load(2, exact, exact) for exact in (TP2[0], TP2[1])),
+        Load(2, TP2[1], TP2[1]),
         Load(1, FP32[0], TP2[1]),
         Load(4, TP4, Exact(2, ODD, tp=2)),
         Load(4, TP2[2], FP32[3]),

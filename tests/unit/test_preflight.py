@@ -11,11 +11,12 @@ from data_pipeline.prepare import prepare
 from data_pipeline.settings import load_sections
 from dist_tfm.config.loading import SECTIONS, make_config
 from dist_tfm.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
-from dist_tfm.errors import InputError
+from dist_tfm.errors import ConfigError, InputError
 from dist_tfm.model.counting import parameter_counts
 from dist_tfm.parallel.probe import link_rounds, slow_links, slow_nodes
+from dist_tfm.training.signals import StopRequest
 from launch.findings import Findings
-from launch.preflight import check_batches, check_room, check_shards, checkpoint_bytes
+from launch.preflight import check_batches, check_room, check_shards, checkpoint_bytes, main
 from launch.preflight_nodes import compare
 from tests.jobs import ROOT, small_project, start_ranks, wait_for_ranks
 
@@ -44,6 +45,15 @@ def test_batches_for_so_many_ranks(tokens: int, micro_batches: int, ranks: int, 
     assert len(findings.warnings) == len(warnings)
     assert all(part in found for part, found in zip(warnings, findings.warnings, strict=True))
     assert not findings.faults
+
+
+def test_processes_that_cannot_be_laid_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StopRequest, "install", lambda self, launcher: self)  # pytest keeps its own handlers
+    arguments = ["--config", "configs/tiny.yaml", "--parallel.tp=2"]
+    with pytest.raises(ConfigError, match="that 2 divides, found 1: start 2 processes"):
+        main(arguments)
+    with pytest.raises(ConfigError, match="that 2 divides, found 3: start 4 processes"):
+        main([*arguments, "--ranks=3"])
 
 
 def test_the_recipe_for_32_gpus_keeps_them_busy() -> None:
