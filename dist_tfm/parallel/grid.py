@@ -34,6 +34,9 @@ class Grid:
             raise ValueError(f"expected tp x pp to divide {world_size} processes, found {tp} x {pp}")
         return cls(tp=tp, pp=pp, dp=world_size // (tp * pp))
 
+    def __str__(self) -> str:
+        return f"{self.pp} pipeline stage(s) x {self.dp} replica(s) x {self.tp} tensor shard(s)"
+
     @property
     def size(self) -> int:
         """Number of processes."""

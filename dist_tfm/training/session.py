@@ -200,6 +200,8 @@ def _describe(setting: Setting, corpus: Corpus) -> None:
     parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     setting.console.say(f"parameters: {sum(counts.values()):,} ({parts})")
     setting.console.say(corpus.description)
+    if (grid := setting.topology.grid).dp < grid.size:
+        setting.console.say(f"grid: {grid}")
 
 
 def _read_progress(setting: Setting, checkpoint: Path | None) -> Progress:

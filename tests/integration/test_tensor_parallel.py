@@ -16,6 +16,7 @@ def test_two_tensor_ranks_and_then_one_process_equal_one_process(tmp_path: Path)
     assert done.returncode == 0, done.stdout
     results = run_ranks(2, tmp_path, *common, "--parallel.tp=2", "--train.steps=4", f"--train.run_dir={divided}")
     assert [code for code, _ in results] == [0, 0], results
+    assert "grid: 1 pipeline stage(s) x 1 replica(s) x 2 tensor shard(s)" in results[0][1]
     resumed = run_job(train_command(1, *common, "--train.steps=8", f"--train.run_dir={divided}"))
     assert resumed.returncode == 0, resumed.stdout
     expected, found = training_lines(whole), training_lines(divided)
