@@ -6,6 +6,7 @@ fill a short round change a step.
 """
 
 import contextlib
+import importlib
 import io
 import logging
 import math
@@ -278,4 +279,16 @@ def import_deepspeed(device: torch.device) -> Any:
     # Its shared-memory collectives are compiled for a minute when the first engine starts, and hang on a stale lock.
     # Setting the entry before the table is first looked at also spares the compiler runs that fill the table.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    _import_muon()
     return deepspeed
+
+
+def _import_muon() -> None:
+    """DeepSpeed imports this optimizer, which nobody here uses, to know it by its class; its functions are marked for
+    torch.compile, which loads a whole compiler for it: 1.7 seconds of every process. Imported here, they stay plain."""
+    compile_function = torch.compiler.compile
+    torch.compiler.compile = lambda **options: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        torch.compiler.compile = compile_function
