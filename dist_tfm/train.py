@@ -72,6 +72,7 @@ def _launch(config: Config, ranks: Ranks, dry_run: bool, stop: StopRequest, faul
             raise
         raise known from error
     finally:
+        stop.close()
         shutdown()
 
 

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from data_pipeline.command_line import parse_command_line
 from data_pipeline.settings import run_main
-from dist_tfm.config.layout import check_world
+from dist_tfm.config.layout import check_world, describe
 from dist_tfm.config.loading import SECTIONS, check_sections, make_config
-from dist_tfm.config.schema import Config
+from dist_tfm.config.schema import Config, DataConfig
 from dist_tfm.errors import ConfigError, DistTfmError, InputError
 from dist_tfm.model.counting import parameter_counts
 from dist_tfm.parallel.attempt import note_stopped, recorded
@@ -34,7 +34,7 @@ versions and files on all nodes, arithmetic and links of each node, an all-reduc
 Exit codes: 0 ready, 1 the processes cannot talk to each other, 2 something is missing or does not match."""
 
 LEAST_TOKENS = 2000
-"""Tokens a side and rank below which a step is mostly communication."""
+"""Tokens a side and rank below which a step is mostly communication (docs/slurm.md has the reckoning)."""
 
 MASTERS_AND_MOMENTS = 12
 """Bytes a parameter in a checkpoint: fp32 weights and Adam's two moments."""
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     ranks = read_ranks(os.environ)
     stop = StopRequest(speaks=ranks.rank == 0).install(ranks.launcher)
     findings = Findings(speaks=ranks.rank == 0)
-    config, for_ranks = Config(), ranks.world_size
+    config, for_ranks, on_a_host = Config(), ranks.world_size, ranks.local_world_size
     try:
         sections, options = parse_command_line(
             "preflight",
@@ -61,20 +61,24 @@ def main(argv: Sequence[str]) -> int:
             add_options=_add_options,
             check=check_sections,
         )
-        config, for_ranks = make_config(sections), options.ranks or ranks.world_size
-        check_world(config, for_ranks, for_ranks if options.ranks else ranks.local_world_size)
+        config = make_config(sections)
+        if options.ranks:
+            for_ranks, on_a_host = options.ranks, options.ranks_per_node or min(options.ranks, 8)
+        layout = check_layout(config, for_ranks, on_a_host)
         findings.good(f"configuration {options.config}, for {for_ranks} rank(s)")
+        findings.good(layout)
     except ConfigError as fault:
         if ranks.world_size == 1:
             raise
         findings.fault(str(fault))  # heard by all ranks once they have met, so that none waits for another
     if ranks.rank == 0 and not findings.faults:
-        check_batches(config, for_ranks // (config.parallel.tp * config.parallel.pp), findings)
+        check_batches(config, for_ranks, findings)
         check_files(config, findings)
 
     from launch.preflight_nodes import check_nodes  # seconds of imports (torch)
 
     check_nodes(config, ranks, findings)
+    stop.close()
     if findings.faults:
         count = "1 fault" if len(findings.faults) == 1 else f"{len(findings.faults)} faults"
         error = InputError(f"this run cannot start, preflight found {count}:\n  " + "\n  ".join(findings.faults))
@@ -87,7 +91,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks", type=_positive, metavar="N", help="judge batch and layout for N ranks (default: as many as run)"
+        "--ranks", type=_positive, metavar="N", help="judge layout and batch for N ranks (default: as many as run)"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=_positive, metavar="N", help="of these on each host (default: 8, or all if fewer)"
     )
 
 
@@ -97,11 +104,20 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def check_layout(config: Config, ranks: int, on_a_host: int) -> str:
+    """That `ranks` processes, `on_a_host` of them on each host, can be laid out as section `parallel` says."""
+    check_world(config, ranks, on_a_host)
+    parallel = config.parallel
+    replicas = ranks // (parallel.tp * parallel.pp)
+    return f"layout: {replicas} replica(s) of {describe(parallel)}"
+
+
 def check_batches(config: Config, ranks: int, findings: Findings) -> None:
-    """Whether a step's batch keeps `ranks` data-parallel ranks busy."""
+    """Whether a step's batch keeps `ranks` processes busy."""
     data = config.data
-    rounds = -(-data.micro_batches // ranks)
-    idle = 1 - data.micro_batches / (rounds * ranks)
+    replicas = max(1, ranks // (config.parallel.tp * config.parallel.pp))
+    rounds = -(-data.micro_batches // replicas)
+    idle = 1 - data.micro_batches / (rounds * replicas)
     share = data.batch_tokens // ranks
     said = (
         f"data.batch_tokens={data.batch_tokens:,} a side on {ranks} rank(s): {share:,} tokens a rank and step, "
@@ -116,8 +132,8 @@ def check_batches(config: Config, ranks: int, findings: Findings) -> None:
         findings.good(said)
     if idle:
         findings.warn(
-            f"data.micro_batches={data.micro_batches} is no multiple of {ranks} ranks: {idle:.0%} of their time is "
-            "spent on empty micro-batches"
+            f"data.micro_batches={data.micro_batches} is no multiple of {replicas} replicas: {idle:.0%} of their time "
+            "is spent on empty micro-batches"
         )
 
 
@@ -133,33 +149,48 @@ def check_files(config: Config, findings: Findings) -> None:
 
 
 def check_shards(config: Config, findings: Findings) -> int:
-    """The vocabulary's size. Missing shards are a warning if the corpus is there, since training prepares them."""
+    """The vocabulary's size. Missing shards are a warning if their corpus is there, since training prepares them."""
     from data_pipeline.prepare import check_prepared
-    from data_pipeline.prepared import is_complete, open_prepared
-    from data_pipeline.sources import resolve
+    from data_pipeline.prepared import is_complete, open_corpora
 
-    folder, data = Path(config.data.shards), config.data
-    if is_complete(folder):
-        check_prepared(data, config.tokenizer)
-        prepared = open_prepared(folder)
-        pairs, shards = prepared.train.index.pairs, len(prepared.train.index.shards)
-        findings.good(
-            f"shards in {folder}: {pairs:,} pairs in {shards} shard(s), {prepared.valid.index.pairs:,} held out; "
-            f"tokenizer of {prepared.tokenizer.vocab_size:,} ids matches (sha256 {prepared.tokenizer.checksum[:12]})"
+    data = config.data
+    if not data.corpora and not is_complete(Path(data.shards)):
+        check_corpus(data)
+        findings.warn(
+            f"data.shards={data.shards} holds no complete shards: rank 0 will prepare them while all others wait; "
+            "data_pipeline/prepare.py does it without holding GPUs"
         )
-        return prepared.tokenizer.vocab_size
-    texts = (data.train_source, data.train_target, data.valid_source, data.valid_target)
-    missing = [text for text in texts if not resolve(text).is_file()]
+        return config.tokenizer.vocab_size
+    if not data.corpora:
+        check_prepared(data, config.tokenizer)
+    opened = open_corpora(data)
+    tokenizer = opened[0].tokenizer
+    pairs = sum(prepared.train.index.pairs for prepared in opened)
+    shards = sum(len(prepared.train.index.shards) for prepared in opened)
+    findings.good(
+        f"shards in {', '.join(str(prepared.folder) for prepared in opened)}: {pairs:,} pairs in {shards} shard(s), "
+        f"{sum(prepared.valid.index.pairs for prepared in opened):,} held out; tokenizer of "
+        f"{tokenizer.vocab_size:,} ids matches (sha256 {tokenizer.checksum[:12]})"
+    )
+    return tokenizer.vocab_size
+
+
+def check_corpus(data: DataConfig) -> None:
+    """That the files to make shards from are there; what comes over a network is not looked at. Raises InputError."""
+    from data_pipeline.sources import resolve
+    from data_pipeline.tables import parse_column
+
+    missing = []
+    for name in (data.train_source, data.train_target, data.valid_source, data.valid_target):
+        column = parse_column(name)
+        files = [resolve(name)] if column is None else column.table.files
+        missing += [str(file) for file in files if not file.is_file()]
     if missing:
         raise InputError(
-            f"data.shards={folder} holds no complete shards, and the corpus to make them from is not there "
-            f"({', '.join(missing)}): prepare the shards (data_pipeline/prepare.py) or name the ones that you have"
+            f"data.shards={data.shards} holds no complete shards, and the corpus to make them from is not there "
+            f"({', '.join(dict.fromkeys(missing))}): prepare the shards (data_pipeline/prepare.py) or name the ones "
+            "that you have"
         )
-    findings.warn(
-        f"data.shards={folder} holds no complete shards: rank 0 will prepare them while all others wait; "
-        "data_pipeline/prepare.py does it without holding GPUs (docs/preparing_data.md)"
-    )
-    return config.tokenizer.vocab_size
 
 
 def check_run_directory(config: Config) -> str:

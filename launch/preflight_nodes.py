@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -11,9 +12,9 @@ import torch
 
 from data_pipeline.files import read_regular
 from data_pipeline.index import INDEX_FILE
-from data_pipeline.prepared import TRAIN
+from data_pipeline.prepared import TRAIN, corpus_folder
 from dist_tfm.config.loading import config_to_yaml
-from dist_tfm.config.schema import Config
+from dist_tfm.config.schema import Config, LaunchConfig
 from dist_tfm.parallel.environment import Ranks, cores_per_rank
 from dist_tfm.parallel.probe import measure_all_reduce, measure_arithmetic, measure_links, slow_links, slow_nodes
 from dist_tfm.parallel.topology import Topology, describe_fault, shutdown, start
@@ -47,9 +48,10 @@ def check_nodes(config: Config, ranks: Ranks, findings: Findings) -> None:
 
 def describe_rank(config: Config, topology: Topology) -> dict[str, Any]:
     """What must be the same everywhere, and where this rank is. JSON."""
-    index = Path(config.data.shards) / TRAIN / INDEX_FILE
+    data, own = config.data, LaunchConfig()  # a rank's own hardware is its own affair
+    folders = [corpus_folder(data, corpus) for corpus in data.corpora] or [Path(data.shards)]
     try:
-        shards: str | None = hash_of(read_regular(index))
+        shards: str | None = hash_of(b"".join(read_regular(folder / TRAIN / INDEX_FILE) for folder in folders))
     except OSError:
         shards = None
     run = nearest_existing(Path(config.train.run_dir))
@@ -59,7 +61,7 @@ def describe_rank(config: Config, topology: Topology) -> dict[str, Any]:
         "same": {
             "python": platform.python_version(),
             **{package: _version(package) for package in PACKAGES},
-            "configuration": hash_of(config_to_yaml(config).encode()),
+            "configuration": hash_of(config_to_yaml(replace(config, launch=own)).encode()),
             "shards": shards,
             "folder of the run": str(run),
         },

@@ -34,6 +34,13 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
+    def close(self) -> None:
+        """Signals have no effect any more, but for Ctrl-C: the run has ended. Python takes a while to end, without its
+        handlers, and a signal would make a failure of it."""
+        for number in SIGNALS:
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal_name is not None:
             raise KeyboardInterrupt

@@ -10,13 +10,13 @@ import pytest
 from data_pipeline.prepare import prepare
 from data_pipeline.settings import load_sections
 from dist_tfm.config.loading import SECTIONS, make_config
-from dist_tfm.config.schema import CheckpointConfig, Config, DataConfig, TrainConfig
+from dist_tfm.config.schema import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainConfig
 from dist_tfm.errors import ConfigError, InputError
 from dist_tfm.model.counting import parameter_counts
 from dist_tfm.parallel.probe import link_rounds, slow_links, slow_nodes
 from dist_tfm.training.signals import StopRequest
 from launch.findings import Findings
-from launch.preflight import check_batches, check_room, check_shards, checkpoint_bytes, main
+from launch.preflight import check_batches, check_layout, check_room, check_shards, checkpoint_bytes, main
 from launch.preflight_nodes import compare
 from tests.jobs import ROOT, small_project, start_ranks, wait_for_ranks
 
@@ -54,6 +54,23 @@ def test_processes_that_cannot_be_laid_out_are_refused(monkeypatch: pytest.Monke
         main(arguments)
     with pytest.raises(ConfigError, match="that 2 divides, found 3: start 4 processes"):
         main([*arguments, "--ranks=3"])
+
+
+def test_the_layout_is_judged_for_the_ranks_that_will_run() -> None:
+    config = dataclasses.replace(Config(), parallel=ParallelConfig(tp=4))
+    assert "8 replica(s) of parallel.tp=4" in check_layout(config, 32, 8)
+    with pytest.raises(ConfigError, match=r"parallel\.tp=4.*found 6"):
+        check_layout(config, 6, 6)
+    findings = Findings(speaks=False)
+    check_batches(dataclasses.replace(batch(400_000, 8), parallel=ParallelConfig(tp=4)), 32, findings)
+    assert not findings.warnings, "four ranks of a replica read the same micro-batch: 8 of them keep 32 ranks busy"
+
+
+def test_a_corpus_from_the_hub_is_not_looked_for_on_the_disk(tmp_path: Path) -> None:
+    config = make_config(load_sections("base_ende", [("data.shards", str(tmp_path / "shards"))], SECTIONS))
+    findings = Findings(speaks=False)
+    assert check_shards(config, findings) == 37_000
+    assert len(findings.warnings) == 1
 
 
 def test_the_recipe_for_32_gpus_keeps_them_busy() -> None:
