@@ -44,6 +44,11 @@ class Table:
         return self.kind == "stream" or (self.kind in _FILES and "://" in self.location)
 
     @property
+    def is_on_the_hub(self) -> bool:
+        """Whether it is a data set of the hub, not a folder that is named like one."""
+        return self.kind in _HUB and not Path(self.location.partition(":")[0]).is_dir()
+
+    @property
     def files(self) -> list[Path]:
         """The local files that it consists of; none if it is no table of local files. Raises InputError."""
         if self.kind not in _FILES or self.is_streamed:

@@ -1,7 +1,7 @@
 """What the batch scripts ask before and after an attempt at a run: `python -m launch.attempt begin|end ...`.
 
 begin notes where the run stands and says where its directory is; end says what became of the attempt, whether the job
-should be put into the queue again, and why not if not. A batch script acts on the answer. Nothing here needs torch.
+should be put into the queue again, and why not if not. launch/slurm.sh acts on the answer. Nothing here needs torch.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from dist_tfm.errors import InputError
 from dist_tfm.parallel.attempt import VARIABLE, Failure, has_stopped, read_failures
 from dist_tfm.training.run_directory import RunDirectory
 
-DESCRIPTION = """Used by the batch scripts around an attempt at a run.
-begin --name JOB.RESTART [the arguments of train.py]: checks them and prints the run directory and the path under which
-ranks leave their errors. end --name ... says what became of the attempt.
+DESCRIPTION = """Used by the batch scripts around an attempt at a run (launch/slurm.sh).
+begin --name JOB.RESTART [the arguments of train.py]: checks them; prints the run directory, the path under which ranks
+leave their errors, and where the shards are. end --name ... says what became of the attempt.
 Exit codes of end: 0 done, 75 to be queued again, else failed for good: 1 fault, 2 configuration, 3 diverged."""
 
 AGAIN = 75
@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def begin(argv: Sequence[str]) -> int:
-    """Prints two lines, the run directory and the path of the attempt's records; checks what costs nothing to check."""
+    """Prints, a line each, the run directory, the path of the attempt's records, the shards; checks what is cheap."""
     sections, options = parse_command_line(
         "attempt begin", DESCRIPTION, SECTIONS, "configs/tiny.yaml", argv, add_options=_add_name, check=check_sections
     )
@@ -120,10 +120,10 @@ def begin(argv: Sequence[str]) -> int:
     RunDirectory(run).check(config)
     for folder in (run / "errors", run / "logs"):
         _make(folder)
-    record = Beginning(str(run), config.train.steps, _newest(run))
-    _beginning(run, options.name).write_text(json.dumps(asdict(record)), encoding="utf-8")
+    _write(_beginning(run, options.name), Beginning(str(run), config.train.steps, _newest(run)))
     print(run)
     print(run / "errors" / options.name)
+    print(config.data.shards)
     return 0
 
 
@@ -161,8 +161,8 @@ def describe_failure(facts: Facts, prefix: str) -> list[str]:
     """The error that came first, as its rank has written it, and how many others there are."""
     if not facts.failures:
         return [
-            f"no rank has left an error: something killed them (out of memory, or a node's end); the step ended with "
-            f"{facts.exit_code}"
+            f"no rank has left an error (the step ended with {facts.exit_code}): either the lines above say it, or "
+            "something killed them: out of memory, or a node's end"
         ]
     first = facts.failures[0]
     lines = first.message.splitlines()
@@ -199,6 +199,13 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
         raise InputError(f"{folder} cannot be made ({fault.strerror}): choose another train.run_dir") from None
+
+
+def _write(path: Path, record: Beginning) -> None:
+    try:
+        path.write_text(json.dumps(asdict(record)), encoding="utf-8")
+    except OSError as fault:
+        raise InputError(f"{path} cannot be written ({fault.strerror}): choose another train.run_dir") from None
 
 
 def _newest(run: Path) -> int:

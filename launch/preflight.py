@@ -44,6 +44,9 @@ WEIGHTS = 4
 
 GIB = 1 << 30
 
+OFFLINE = "HF_HUB_OFFLINE"
+"""The variable by which the libraries of the hub are told to ask nobody; launch/slurm.sh sets it."""
+
 
 def main(argv: Sequence[str]) -> int:
     """The program; argv without its name. Returns the exit code, raises DistTfmError."""
@@ -158,7 +161,7 @@ def check_shards(config: Config, findings: Findings) -> int:
         check_corpus(data)
         findings.warn(
             f"data.shards={data.shards} holds no complete shards: rank 0 will prepare them while all others wait; "
-            "data_pipeline/prepare.py does it without holding GPUs"
+            "slurm/prepare_data.sbatch does it without holding GPUs"
         )
         return config.tokenizer.vocab_size
     if not data.corpora:
@@ -176,19 +179,28 @@ def check_shards(config: Config, findings: Findings) -> int:
 
 
 def check_corpus(data: DataConfig) -> None:
-    """That the files to make shards from are there; what comes over a network is not looked at. Raises InputError."""
+    """That the files to make shards from are there. Raises InputError.
+
+    What comes over a network is not looked at, but the hub must not be needed where it may not be asked.
+    """
     from data_pipeline.sources import resolve
     from data_pipeline.tables import parse_column
 
+    offline = os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE")
     missing = []
     for name in (data.train_source, data.train_target, data.valid_source, data.valid_target):
         column = parse_column(name)
+        if column is not None and column.table.is_on_the_hub and offline:
+            raise InputError(
+                f"data.shards={data.shards} holds no complete shards, and their corpus would come from the hub "
+                f"({column.table}), which {OFFLINE}=1 forbids: prepare the shards first (slurm/prepare_data.sbatch)"
+            )
         files = [resolve(name)] if column is None else column.table.files
         missing += [str(file) for file in files if not file.is_file()]
     if missing:
         raise InputError(
             f"data.shards={data.shards} holds no complete shards, and the corpus to make them from is not there "
-            f"({', '.join(dict.fromkeys(missing))}): prepare the shards (data_pipeline/prepare.py) or name the ones "
+            f"({', '.join(dict.fromkeys(missing))}): prepare the shards (slurm/prepare_data.sbatch) or name the ones "
             "that you have"
         )
 

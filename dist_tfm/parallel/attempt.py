@@ -1,6 +1,6 @@
 """What a process leaves for the script that started it: why it ended, or that it stopped on request.
 
-The variable DIST_TFM_ATTEMPT holds the beginning of a path (RUN/errors/JOB.RESTART, set by a batch script): rank R
+The variable DIST_TFM_ATTEMPT holds the beginning of a path (launch/slurm.sh sets it to RUN/errors/JOB.RESTART): rank R
 writes why it failed into PATH.R, and rank 0 makes PATH.stopped. The script reads them through launch/attempt.py, since
 an exit code that came through srun or a launcher's agent says little. Where the variable is not set nothing is written.
 """

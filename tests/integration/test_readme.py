@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dist_tfm.config.loading import read_config
 from tests.jobs import BIN, ROOT, checkpoint_steps, clean_environment, free_port, head, run_job, training_lines
@@ -53,13 +54,13 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("dist_tfm", "data_pipeline", "launch", "Makefile", "pyproject.toml", "constraints.txt"):
+        for name in ("dist_tfm", "data_pipeline", "launch", "slurm", "Makefile", "pyproject.toml", "constraints.txt"):
             (folder / name).symlink_to(ROOT / name)
         shutil.copytree(ROOT / "configs", folder / "configs")
         (folder / "configs" / "tiny.yaml").rename(folder / "configs" / "tiny_as_it_is.yaml")
         (folder / "configs" / "tiny.yaml").write_text(SMALL, encoding="utf-8")
-        for name, yaml in NAMED_FILE.findall(README):
-            (folder / name).write_text(yaml, encoding="utf-8")
+        for name, text in NAMED_FILE.findall(README):
+            (folder / name).write_text(text, encoding="utf-8")
         for corpus, split, pairs in (("small", "train", 300), ("small", "valid", 8), ("mine", "train", 200)):
             self._write_pairs(corpus, split, pairs)
         self._write_pairs("mine", "valid", 8)
@@ -242,6 +243,14 @@ def on_a_copy(name: str, *patterns: str) -> Callable[[Place, str], None]:
     return check
 
 
+def prints_its_configuration(place: Place, line: str) -> None:
+    """A batch script, by hand instead of by sbatch: what it hands to train.py is a configuration that stands."""
+    job = f"DIST_TFM_PYTHON={sys.executable} SLURM_JOB_ID=7 SLURM_SUBMIT_DIR=$PWD bash"
+    output = place.type(f"{line.replace('sbatch', job, 1)} --print-config")
+    sections = yaml.safe_load(output)
+    assert sections["train"]["run_dir"].startswith("runs/")
+
+
 READ: dict[str, tuple[str, Callable[[Place, str], None]]] = {
     "make install": ("it downloads for minutes", makes("touch .venv/.installed")),
     "make test": ("it is what runs here", makes(".venv/bin/pytest tests/")),
@@ -255,6 +264,8 @@ READ: dict[str, tuple[str, Callable[[Place, str], None]]] = {
         "no GPUs; test_accelerate.py reads the launcher's file",
         configures,
     ),
+    "sbatch slurm/smoke.sbatch": ("no Slurm", prints_its_configuration),
+    "sbatch slurm/big_enfr.sbatch": ("no Slurm", prints_its_configuration),
     "python dist_tfm/average.py runs/base_ende --last 5": ("days on GPUs", on_a_copy("base_ende", "the mean of")),
     "python dist_tfm/evaluate.py --checkpoint runs/base_ende/averaged --test-set wmt14/full --language-pair en-de": (
         "no network; test_evaluate.py scores a test set by its name",

@@ -109,7 +109,11 @@ def test_begin_and_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     config, run = small_project(tmp_path), tmp_path / "run"
     name = ["--name", "42.0"]
     assert main(["begin", *name, "--config", str(config), "--train.steps=20"]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(run), str(run / "errors" / "42.0")]
+    assert capsys.readouterr().out.splitlines() == [
+        str(run),
+        str(run / "errors" / "42.0"),
+        str(tmp_path / "shards"),
+    ]
     ended = ["end", *name, "--run", str(run)]
     assert main([*ended, "--exit-code", "1"]) == 1
     assert "no rank has left an error" in capsys.readouterr().out

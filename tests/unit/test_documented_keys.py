@@ -33,7 +33,9 @@ def test_keys_are_told_from_files_and_prose() -> None:
     assert dotted_keys(f"{prose}\n```\n{block}\n```") == {"train.steps", "optm.eps", "data.shards"}
 
 
-@pytest.mark.parametrize(("name", "least"), [("README.md", 10), ("docs/coming-from-fairseq.md", 50)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("README.md", 10), ("docs/coming-from-fairseq.md", 50), ("docs/slurm.md", 4)]
+)
 def test_every_key_that_is_documented_exists(name: str, least: int) -> None:
     found = dotted_keys((ROOT / name).read_text(encoding="utf-8"))
     assert len(found & KEYS) >= least, "the pattern finds nothing any more"

@@ -20,6 +20,8 @@ from launch.preflight import check_batches, check_layout, check_room, check_shar
 from launch.preflight_nodes import compare
 from tests.jobs import ROOT, small_project, start_ranks, wait_for_ranks
 
+CORPUS_KEYS = ("train_source", "train_target", "valid_source", "valid_target")
+
 
 def small_config(folder: Path) -> Config:
     return make_config(load_sections(str(small_project(folder)), [], SECTIONS))
@@ -66,11 +68,21 @@ def test_the_layout_is_judged_for_the_ranks_that_will_run() -> None:
     assert not findings.warnings, "four ranks of a replica read the same micro-batch: 8 of them keep 32 ranks busy"
 
 
-def test_a_corpus_from_the_hub_is_not_looked_for_on_the_disk(tmp_path: Path) -> None:
+def test_a_corpus_from_the_hub_is_not_looked_for_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(load_sections("base_ende", [("data.shards", str(tmp_path / "shards"))], SECTIONS))
     findings = Findings(speaks=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert check_shards(config, findings) == 37_000
     assert len(findings.warnings) == 1
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match=r"from the hub \(hub:wmt.*slurm/prepare_data\.sbatch"):
+        check_shards(config, findings)
+    (tmp_path / "wmt14").mkdir()
+    folder = dataclasses.replace(
+        config.data, **dict.fromkeys(CORPUS_KEYS, f"hub:{tmp_path}/wmt14:train#translation.de")
+    )
+    check_shards(dataclasses.replace(config, data=folder), findings)
+    assert len(findings.warnings) == 2, "a folder with the data set is no affair of the hub"
 
 
 def test_the_recipe_for_32_gpus_keeps_them_busy() -> None:
