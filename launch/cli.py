@@ -11,6 +11,7 @@ from dist_tfm.parallel.environment import speaks_for_all
 VERBS = {
     "quickstart": ("launch.quickstart", "prepare, train and score a small model on the embedded corpus"),
     "preflight": ("launch.preflight", "check that a run can start, on the processes that will train it"),
+    "submit": ("launch.submit", "data, training and evaluation as Slurm jobs that wait for each other"),
     "train": ("dist_tfm.train", "train a model (resumes by itself)"),
     "evaluate": ("dist_tfm.evaluate", "score translations, or how probable a model finds given ones"),
     "average": ("dist_tfm.average", "average the weights of a run"),
