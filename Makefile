@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test lint format bench torture clean
+.PHONY: install quickstart test lint format bench torture slurm-deps clean
 
 install: $(STAMP)
 
@@ -49,6 +49,23 @@ bench: install
 # Kills real training jobs at random moments, at length (the short version is part of `make test`).
 torture: install
 	$(BIN)/python tests/integration/torture.py --kills 20
+
+# What tests/slurm runs its own cluster with (Debian, Ubuntu). Nothing is started, and nothing outside of a test's folder
+# is used. Without it these tests are skipped.
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge
+slurm-deps:
+	@PATH="$$PATH:/usr/sbin:/sbin"; missing=; \
+	for name in slurmctld slurmd munged sbatch srun; do command -v $$name >/dev/null || missing=1; done; \
+	if [ -z "$$missing" ]; then \
+		echo "Slurm is installed: $$(slurmd -V)"; \
+	elif ! command -v apt-get >/dev/null; then \
+		echo "error: install slurmctld, slurmd, the Slurm client commands and munge with your package manager"; exit 2; \
+	elif [ "$$(id -u)" != 0 ]; then \
+		echo "error: root is needed; type: sudo apt-get install --no-install-recommends $(SLURM_PACKAGES)"; exit 2; \
+	else \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) && slurmd -V; \
+	fi
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,12 +13,16 @@ from xdist.scheduler import LoadScopeScheduling
 torch.set_num_threads(1)
 
 
+SHARED = ("tests/distributed", "tests/slurm")
+"""Folders whose files stay on one worker, where they share their worlds, and their cluster."""
+
+
 class ByFile(LoadScopeScheduling):
-    """Tests of one file run on one worker, where they share its fixtures; all distributed ones share their worlds."""
+    """Tests of one file, or of a folder in SHARED, run on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "tests/distributed" if "tests/distributed/" in path else path
+        return next((shared for shared in SHARED if f"{shared}/" in path), path)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
@@ -28,5 +32,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no worker is left with one of them at the end."""
-    order = ("distributed", "integration", "gpu", "unit")
+    order = ("distributed", "slurm", "integration", "gpu", "unit")
     items.sort(key=lambda item: order.index(item.path.parent.name) if item.path.parent.name in order else len(order))

@@ -264,8 +264,8 @@ READ: dict[str, tuple[str, Callable[[Place, str], None]]] = {
         "no GPUs; test_accelerate.py reads the launcher's file",
         configures,
     ),
-    "sbatch slurm/smoke.sbatch": ("no Slurm", prints_its_configuration),
-    "sbatch slurm/big_enfr.sbatch": ("no Slurm", prints_its_configuration),
+    "sbatch slurm/smoke.sbatch": ("tests/slurm runs it on a real Slurm", prints_its_configuration),
+    "sbatch slurm/big_enfr.sbatch": ("tests/slurm runs it on a real Slurm", prints_its_configuration),
     "python dist_tfm/average.py runs/base_ende --last 5": ("days on GPUs", on_a_copy("base_ende", "the mean of")),
     "python dist_tfm/evaluate.py --checkpoint runs/base_ende/averaged --test-set wmt14/full --language-pair en-de": (
         "no network; test_evaluate.py scores a test set by its name",
