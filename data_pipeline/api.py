@@ -30,7 +30,7 @@ class CorpusConfig:
     __pydantic_config__ = SECTION
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]  # in metrics: share_NAME, epoch_NAME
-    shards: str = ""  # folder of its shards; empty: data.shards/NAME
+    shards: str = ""  # folder or URL of its shards; empty: data.shards/NAME
     weight: Annotated[float, Field(gt=0.0)] | None = None  # share of micro-batches, relative to the other weights
     tag: str = ""  # put in front of every source, as in "<2de> Hello": translate wants the same
     valid: bool = True  # whether its held-out pairs are validated on
@@ -55,7 +55,7 @@ class DataConfig:
     max_length: Positive = 250  # tokens a side, without EOS; longer pairs are rejected (and counted)
     max_ratio: Annotated[float, Field(ge=1.0)] = 5.0  # characters of the longer side over the shorter; see steps.py
     # Shards.
-    shards: str = "shards/swmsg_ende"
+    shards: str = "shards/swmsg_ende"  # a folder; to train on also a URL (http, https, s3, gs, hf, ...)
     shuffle_seed: int = 1
     pairs_per_block: Positive = 4096
     pairs_per_shard: Positive = 1_048_576
@@ -68,6 +68,9 @@ class DataConfig:
     lanes: Positive = 1  # L, a divisor of M: a rank reads only the lanes it serves; part of the data order
     window_pairs: Positive = 1_000_000  # pairs of a lane planned together
     workers: NotNegative = 1  # background threads that make batches ready; 0: made when asked for
+    # Shards behind a URL.
+    cache: str = ""  # local folder for what was fetched, shared by all processes of a machine; "": the user's cache
+    cache_gigabytes: NotNegative = 100  # bound of the blocks in it; 0: none
     # Mixtures: several corpora in the place of one.
     corpora: tuple[CorpusConfig, ...] = ()
     temperature: Annotated[float, Field(ge=1.0)] = (

@@ -16,8 +16,8 @@ import numpy as np
 
 from data_pipeline.api import DataConfig
 from data_pipeline.errors import InputError
-from data_pipeline.index import INDEX_FILE, mend, read_index
-from data_pipeline.prepared import TOKENIZER_FILE, TRAIN, VALID
+from data_pipeline.index import INDEX_FILE, read_index
+from data_pipeline.prepared import TOKENIZER_FILE, TRAIN, VALID, locate
 from data_pipeline.ragged import starts_of
 from data_pipeline.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
@@ -60,18 +60,18 @@ def verify(reader: ShardReader) -> None:
             number += 1
         if totals.tolist() != [shard.source_tokens, shard.target_tokens]:
             raise InputError(
-                f"shard {reader.folder / shard.file} holds {totals[0]} source and {totals[1]} target tokens, its index "
-                f"says {shard.source_tokens} and {shard.target_tokens}: {mend(reader.folder)}"
+                f"shard {reader.name(shard)} holds {totals[0]} source and {totals[1]} target tokens, its index "
+                f"says {shard.source_tokens} and {shard.target_tokens}: {reader.mend}"
             )
         if reader.checksum(shard) != shard.checksum:
             raise InputError(
-                f"shard {reader.folder / shard.file} is damaged outside its blocks (its checksum differs from the "
-                f"index): {mend(reader.folder)}"
+                f"shard {reader.name(shard)} is damaged outside its blocks (its checksum differs from the "
+                f"index): {reader.mend}"
             )
     if reader.index.texts:
         sources, targets = read_texts(reader.folder, reader.index)
         if not len(sources) == len(targets) == reader.index.pairs:
-            raise InputError(f"the texts in {reader.folder} do not have a line for each pair: {mend(reader.folder)}")
+            raise InputError(f"the texts in {reader.folder} do not have a line for each pair: {reader.mend}")
 
 
 def print_counts(reader: ShardReader) -> None:
@@ -131,7 +131,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Shows, verifies and counts what prepared shards hold. Without options: counts, then some pairs.",
         epilog="Exit codes: 0 all well, 1 a fault while running, 2 damaged or missing shards.",
     )
-    parser.add_argument("shards", type=Path, metavar="SHARDS", help="folder that prepare wrote (data.shards)")
+    parser.add_argument("shards", metavar="SHARDS", help="folder that prepare wrote (data.shards), or its URL")
+    parser.add_argument("--cache", default="", metavar="DIR", help="where to keep what a URL gives (data.cache)")
     parser.add_argument("--split", choices=(TRAIN, VALID), default=TRAIN, help="which split (default %(default)s)")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="first pair to show (default %(default)s)")
     parser.add_argument("--count", type=int, default=5, metavar="N", help="pairs to show (default %(default)s)")
@@ -154,11 +155,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """The program. Raises InputError for missing or damaged shards."""
     options = parse(argv)
-    tokenizer = Tokenizer.load(options.shards / TOKENIZER_FILE)
+    shards, segments = locate(options.shards, DataConfig(cache=options.cache))
+    tokenizer = Tokenizer.load(shards / TOKENIZER_FILE)
 
     def open_split(split: str) -> ShardReader:
-        folder = options.shards / split
-        return ShardReader(folder, read_index(folder), tokenizer.checksum)
+        folder = shards / split
+        return ShardReader(folder, read_index(folder), tokenizer.checksum, segments(split) if segments else None)
 
     if options.verify:
         for split in (TRAIN, VALID):

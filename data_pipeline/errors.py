@@ -36,6 +36,10 @@ class InputError(DistTfmError):
     exit_code = 2
 
 
+class DamagedError(InputError):
+    """A part of a shard is corrupt, truncated or missing: what data.on_error: skip leaves out."""
+
+
 class DivergedError(DistTfmError):
     """Training diverged: exit 3."""
 

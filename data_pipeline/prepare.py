@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_pipeline.api import DataConfig, TokenizerConfig
-from data_pipeline.errors import ConfigError, InputError, describe_os_error
+from data_pipeline.errors import ConfigError, InputError, describe_os_error, shorten
 from data_pipeline.preparation import WORK_FOLDER, Preparation, discard
 from data_pipeline.prepared import TOKENIZER_FILE, is_complete, open_prepared
 from data_pipeline.progress import Log
@@ -43,6 +43,7 @@ from data_pipeline.record import (
     make_record,
     read_record,
 )
+from data_pipeline.remote import is_remote
 from data_pipeline.report import REPORT_FILE
 from data_pipeline.settings import faults_error
 from data_pipeline.slices import Slice, complete_division, parse_slice
@@ -67,6 +68,11 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, log: Log, stage: Stage
         )
     if faults := tokenizer_faults(tokenizer):
         raise faults_error(faults)
+    if is_remote(data.shards):
+        raise ConfigError(
+            f"data.shards is {shorten(data.shards)}: expected a folder to prepare in; copy it to that address once it "
+            "is complete"
+        )
     folder = Path(data.shards)
     try:
         known = read_record(folder)

@@ -1,18 +1,24 @@
 """Prepared data sets, opened: tokenizer and both splits of each, checked against each other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.api import CorpusConfig, DataConfig
-from data_pipeline.errors import InputError
+from data_pipeline.block_cache import GIGABYTE, BlockCache, cache_folder
+from data_pipeline.errors import ConfigError, InputError
 from data_pipeline.index import INDEX_FILE, read_index
-from data_pipeline.shards import ShardReader
+from data_pipeline.remote import Remote, is_remote
+from data_pipeline.remote_shards import RemoteSegments, copy_small_files
+from data_pipeline.shards import Segments, ShardReader
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.window import Part
 
 TOKENIZER_FILE = "tokenizer.model"
 TRAIN, VALID = "train", "valid"
+
+SegmentsOf = Callable[[str], Segments]
+"""From the name of a split to where its blocks are."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,9 @@ def is_complete(folder: Path) -> bool:
     return all((folder / split / INDEX_FILE).is_file() for split in (TRAIN, VALID))
 
 
-def open_prepared(folder: Path) -> PreparedData:
-    """Opens the shards of data.shards. Presence and size of every file, the lengths and the tokenizer are checked here,
-    blocks when they are read. Raises InputError."""
+def open_prepared(folder: Path, segments: SegmentsOf | None = None) -> PreparedData:
+    """Opens the shards of a folder. Presence and size of every file, the lengths and the tokenizer are checked here,
+    blocks when they are read. segments: where the blocks are, if not there. Raises InputError."""
     indexes = {split: read_index(folder / split) for split in (TRAIN, VALID)}
     tokenizer = Tokenizer.load(folder / TOKENIZER_FILE)
     fingerprint = indexes[TRAIN].fingerprint
@@ -48,20 +54,46 @@ def open_prepared(folder: Path) -> PreparedData:
                 f"{where} names {index.vocab_size} ids, its tokenizer has {tokenizer.vocab_size}: delete {folder}, run "
                 "prepare"
             )
-    readers = {split: ShardReader(folder / split, index, tokenizer.checksum) for split, index in indexes.items()}
+    readers = {
+        split: ShardReader(folder / split, index, tokenizer.checksum, None if segments is None else segments(split))
+        for split, index in indexes.items()
+    }
     return PreparedData(folder, fingerprint, tokenizer, readers[TRAIN], readers[VALID])
 
 
-def corpus_folder(data: DataConfig, corpus: CorpusConfig) -> Path:
-    """Where the shards of one corpus of a mixture stand."""
-    return Path(corpus.shards) if corpus.shards else Path(data.shards) / corpus.name
+def locate(location: str, data: DataConfig) -> tuple[Path, SegmentsOf | None]:
+    """The folder of shards that data.shards names, and where their blocks are if they are not there: those behind a URL
+    are opened as a copy of their small files. Raises ConfigError, InputError, RunError."""
+    if not is_remote(location):
+        return Path(location), None
+    remote, folder = Remote(location), cache_folder(data.cache)
+    cache = BlockCache(folder, data.cache_gigabytes * GIGABYTE)
+    copy = copy_small_files(remote, folder, (TRAIN, VALID), TOKENIZER_FILE)
+    return copy, lambda split: RemoteSegments(remote, split, cache)
+
+
+def location_faults(data: DataConfig) -> list[str]:
+    """Faults of the places that shards are said to be at."""
+    places = {"data.shards": data.shards, **{f"data.corpora ({c.name})": c.shards for c in data.corpora}}
+    faults = []
+    for key, location in places.items():
+        try:
+            is_remote(location)
+        except ConfigError as fault:
+            faults.append(f"{key}: {fault}")
+    return faults
+
+
+def corpus_location(data: DataConfig, corpus: CorpusConfig) -> str:
+    """Where the shards of one corpus of a mixture are: a folder or a URL."""
+    return corpus.shards or f"{data.shards.rstrip('/')}/{corpus.name}"
 
 
 def open_corpora(data: DataConfig) -> list[PreparedData]:
     """The data sets of a mixture in their order, or the one of data.shards. All must have been encoded with the same
     tokenizer. Raises InputError."""
-    folders = [corpus_folder(data, corpus) for corpus in data.corpora] or [Path(data.shards)]
-    opened = [open_prepared(folder) for folder in folders]
+    locations = [corpus_location(data, corpus) for corpus in data.corpora] or [data.shards]
+    opened = [open_prepared(*locate(location, data)) for location in locations]
     first = opened[0]
     for other in opened[1:]:
         if other.tokenizer.checksum != first.tokenizer.checksum:

@@ -17,13 +17,13 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.api import UNK
-from data_pipeline.errors import InputError
+from data_pipeline.errors import DamagedError, InputError
 from data_pipeline.files import open_regular, sha256_of, write_atomically, write_bytes_atomically
 from data_pipeline.index import BlockPlace, Index, ShardEntry, mend
 from data_pipeline.npy import LONGEST_HEADER, decode_npy, encode_npy
@@ -104,19 +104,96 @@ def _segments(path: Path, places: Iterable[BlockPlace]) -> Iterator[bytes]:
             yield file.read(place.bytes)
 
 
+class Segments(Protocol):
+    """Where the blocks of a split's shards come from. mend: how to mend what is wrong with them."""
+
+    mend: str
+
+    def name(self, shard: ShardEntry) -> str:
+        """What to call a shard's file."""
+        ...
+
+    def check(self, shard: ShardEntry) -> None:
+        """Looks at presence and size of a shard as far as that is cheap. Raises InputError."""
+        ...
+
+    def read(self, shard: ShardEntry, inside: int) -> bytes:
+        """The bytes of block `inside` of a shard; fewer if the file ends before. Raises InputError, RunError."""
+        ...
+
+    def checksum(self, shard: ShardEntry) -> str:
+        """sha256 of a shard's whole file, as it is now. Raises InputError, RunError."""
+        ...
+
+
+class LocalSegments:
+    """Shards in a folder: blocks are read by `pread`, not mapped, so that a file that is cut short is one sentence."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.mend = mend(folder)
+
+    def name(self, shard: ShardEntry) -> str:
+        """Its path."""
+        return str(self._folder / shard.file)
+
+    def check(self, shard: ShardEntry) -> None:
+        """Presence and size."""
+        path = self._folder / shard.file
+        try:
+            size = path.stat().st_size
+        except OSError as fault:
+            raise unreadable(f"shard {path}", fault, self.mend) from None
+        if size != shard.bytes:
+            kind = "truncated" if size < shard.bytes else "too long"
+            raise DamagedError(f"shard {path} is {kind} ({size} of {shard.bytes} bytes): {self.mend}")
+
+    def read(self, shard: ShardEntry, inside: int) -> bytes:
+        """See `Segments`."""
+        place, path = shard.blocks[inside], self._folder / shard.file
+        try:
+            with open_regular(path) as file:
+                return os.pread(file.fileno(), place.bytes, place.offset)
+        except OSError as fault:
+            raise unreadable(f"shard {path}", fault, self.mend) from None
+
+    def checksum(self, shard: ShardEntry) -> str:
+        """See `Segments`."""
+        path = self._folder / shard.file
+        try:
+            return sha256_of(path)
+        except OSError as fault:
+            raise unreadable(f"shard {path}", fault, self.mend) from None
+
+
+def unreadable(where: str, fault: OSError, mending: str) -> InputError:
+    """The error for a file that is missing (damage, to be mended as `mending` says) or cannot be read."""
+    if isinstance(fault, FileNotFoundError):
+        return DamagedError(f"{where} is missing: {mending}")
+    return InputError(
+        f"{where} cannot be read ({fault.strerror or fault}): check its permissions and its disk, then run the same "
+        "command again"
+    )
+
+
 class ShardReader:
     """The shards of one split. Safe to use from several threads.
 
     blocks: number of blocks in all shards; block_pairs [blocks]: pairs of each; block_starts [blocks + 1]: number of
     the first pair of each. lengths [pairs, 2]: source and target length of every pair, without EOS (a byte each up to
-    length 255, so 72 MB for the 36 million pairs of WMT14 En-Fr).
+    length 255, so 72 MB for the 36 million pairs of WMT14 En-Fr). mend: how to mend what is wrong with them.
     """
 
-    def __init__(self, folder: Path, index: Index, tokenizer_checksum: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, index: Index, tokenizer_checksum: str | None = None, segments: Segments | None = None
+    ) -> None:
         """Opens the shards that `index` (of `folder`) names: presence and size of every file are checked, lengths read.
 
-        tokenizer_checksum: what the shards must have been encoded with. Raises InputError.
+        tokenizer_checksum: what the shards must have been encoded with; segments: where the blocks are, if not in
+        `folder`. Raises InputError.
         """
+        self._segments = LocalSegments(folder) if segments is None else segments
+        self.mend = self._segments.mend
         self.folder = folder
         self.index = index
         if tokenizer_checksum is not None and index.tokenizer_checksum != tokenizer_checksum:
@@ -125,24 +202,14 @@ class ShardReader:
                 f"{tokenizer_checksum[:12]}: use the tokenizer that prepare wrote beside them, or other shards"
             )
         if not index.shards:
-            raise InputError(f"{folder} holds no pairs: {mend(folder)}")
+            raise InputError(f"{folder} holds no pairs: {self.mend}")
         for shard in index.shards:
-            self._check_size(shard)
+            self._segments.check(shard)
         self.lengths: Integers = np.concatenate([self._read_lengths(shard) for shard in index.shards])
         self._places = [(shard, i) for shard in index.shards for i in range(len(shard.blocks))]
         self.blocks = len(self._places)
         self.block_pairs = np.array([shard.blocks[i].pairs for shard, i in self._places], dtype=np.int64)
         self.block_starts = starts_of(self.block_pairs)
-
-    def _check_size(self, shard: ShardEntry) -> None:
-        path = self.folder / shard.file
-        try:
-            size = path.stat().st_size
-        except OSError as fault:
-            raise self._unreadable(f"shard {path}", fault) from None
-        if size != shard.bytes:
-            kind = "truncated" if size < shard.bytes else "too long"
-            raise InputError(f"shard {path} is {kind} ({size} of {shard.bytes} bytes): {mend(self.folder)}")
 
     def _read_lengths(self, shard: ShardEntry) -> Integers:
         path = self.folder / shard.lengths_file
@@ -153,64 +220,51 @@ class ShardReader:
             with open_regular(path) as file:
                 data = file.read(longest)
         except OSError as fault:
-            raise self._unreadable(where, fault) from None
+            raise unreadable(where, fault, self.mend) from None
         if hashlib.sha256(data).hexdigest() != shard.lengths_checksum:
-            raise InputError(f"{where} does not match the index: {mend(self.folder)}")
+            raise InputError(f"{where} does not match the index: {self.mend}")
         try:
             lengths = decode_npy(data, dimensions=2)
         except ValueError as fault:
-            raise InputError(f"{where} {fault}: {mend(self.folder)}") from None
+            raise InputError(f"{where} {fault}: {self.mend}") from None
         if lengths.shape != (shard.pairs, 2):
-            raise InputError(f"{where} holds {lengths.shape}, expected ({shard.pairs}, 2): {mend(self.folder)}")
+            raise InputError(f"{where} holds {lengths.shape}, expected ({shard.pairs}, 2): {self.mend}")
         # At most 32 bits each, so that these sums cannot wrap.
         totals = lengths.sum(axis=0, dtype=np.int64) + shard.pairs
         if totals.tolist() != [shard.source_tokens, shard.target_tokens]:
             raise InputError(
                 f"{where} holds {totals[0]} source and {totals[1]} target tokens, the index says "
-                f"{shard.source_tokens} and {shard.target_tokens}: {mend(self.folder)}"
+                f"{shard.source_tokens} and {shard.target_tokens}: {self.mend}"
             )
         return lengths
 
-    def _unreadable(self, where: str, fault: OSError) -> InputError:
-        if isinstance(fault, FileNotFoundError):
-            return InputError(f"{where} is missing: {mend(self.folder)}")
-        return InputError(
-            f"{where} cannot be read ({fault.strerror or fault}): check its permissions and its disk, then run the "
-            "same command again"
-        )
+    def name(self, shard: ShardEntry) -> str:
+        """What to call a shard's file: its path or URL."""
+        return self._segments.name(shard)
 
     def checksum(self, shard: ShardEntry) -> str:
-        """sha256 of a shard's whole file, as it is now. Raises InputError."""
-        path = self.folder / shard.file
-        try:
-            return sha256_of(path)
-        except OSError as fault:
-            raise self._unreadable(f"shard {path}", fault) from None
+        """sha256 of a shard's whole file, as it is now. Raises InputError, RunError."""
+        return self._segments.checksum(shard)
 
     def block(self, number: int) -> Block:
         """Reads and checks one block. Raises InputError that names shard, block and byte offset."""
         shard, inside = self._places[number]
         place = shard.blocks[inside]
-        path = self.folder / shard.file
-        where = f"{path}, block {number} at byte {place.offset}"
-        try:
-            with open_regular(path) as file:
-                data = os.pread(file.fileno(), place.bytes, place.offset)
-        except OSError as fault:
-            raise self._unreadable(f"shard {path}", fault) from None
+        where = f"{self._segments.name(shard)}, block {number} at byte {place.offset}"
+        data = self._segments.read(shard, inside)
         if len(data) != place.bytes:
-            raise InputError(f"{where}: truncated ({len(data)} of {place.bytes} bytes): {mend(self.folder)}")
+            raise DamagedError(f"{where}: truncated ({len(data)} of {place.bytes} bytes): {self.mend}")
         if zlib.crc32(data) != shard.block_checksums[inside]:
-            raise InputError(f"{where}: damaged (its checksum differs from the index): {mend(self.folder)}")
+            raise DamagedError(f"{where}: damaged (its checksum differs from the index): {self.mend}")
         try:
             block = decode_block(data, self.index.vocab_size)
         except ValueError as fault:
-            raise InputError(f"{where}: {fault}: {mend(self.folder)}") from None
+            raise DamagedError(f"{where}: {fault}: {self.mend}") from None
         first = self.block_starts[number]
         expected = self.lengths[first : first + place.pairs]
         found = (block.source_lengths, block.target_lengths)
         if block.pairs != place.pairs or any(not np.array_equal(expected[:, i], found[i]) for i in (0, 1)):
-            raise InputError(f"{where}: its lengths differ from the sidecar {shard.lengths_file}: {mend(self.folder)}")
+            raise DamagedError(f"{where}: its lengths differ from the sidecar {shard.lengths_file}: {self.mend}")
         return block
 
 

@@ -155,23 +155,26 @@ def check_shards(config: Config, findings: Findings) -> int:
     """The vocabulary's size. Missing shards are a warning if their corpus is there, since training prepares them."""
     from data_pipeline.prepare import check_prepared
     from data_pipeline.prepared import is_complete, open_corpora
+    from data_pipeline.remote import is_remote
 
     data = config.data
-    if not data.corpora and not is_complete(Path(data.shards)):
+    own = not data.corpora and not is_remote(data.shards)  # shards that prepare.py makes here
+    if own and not is_complete(Path(data.shards)):
         check_corpus(data)
         findings.warn(
             f"data.shards={data.shards} holds no complete shards: rank 0 will prepare them while all others wait; "
             "slurm/prepare_data.sbatch does it without holding GPUs"
         )
         return config.tokenizer.vocab_size
-    if not data.corpora:
+    if own:
         check_prepared(data, config.tokenizer)
     opened = open_corpora(data)
     tokenizer = opened[0].tokenizer
     pairs = sum(prepared.train.index.pairs for prepared in opened)
     shards = sum(len(prepared.train.index.shards) for prepared in opened)
+    places = [data.shards] if not data.corpora else [str(prepared.folder) for prepared in opened]
     findings.good(
-        f"shards in {', '.join(str(prepared.folder) for prepared in opened)}: {pairs:,} pairs in {shards} shard(s), "
+        f"shards in {', '.join(places)}: {pairs:,} pairs in {shards} shard(s), "
         f"{sum(prepared.valid.index.pairs for prepared in opened):,} held out; tokenizer of "
         f"{tokenizer.vocab_size:,} ids matches (sha256 {tokenizer.checksum[:12]})"
     )

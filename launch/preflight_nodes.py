@@ -12,9 +12,10 @@ import torch
 
 from data_pipeline.files import read_regular
 from data_pipeline.index import INDEX_FILE
-from data_pipeline.prepared import TRAIN, corpus_folder
+from data_pipeline.prepared import TRAIN, corpus_location, locate
 from dist_tfm.config.loading import config_to_yaml
 from dist_tfm.config.schema import Config, LaunchConfig
+from dist_tfm.errors import DistTfmError
 from dist_tfm.parallel.environment import Ranks, cores_per_rank
 from dist_tfm.parallel.probe import measure_all_reduce, measure_arithmetic, measure_links, slow_links, slow_nodes
 from dist_tfm.parallel.topology import Topology, describe_fault, shutdown, start
@@ -49,10 +50,11 @@ def check_nodes(config: Config, ranks: Ranks, findings: Findings) -> None:
 def describe_rank(config: Config, topology: Topology) -> dict[str, Any]:
     """What must be the same everywhere, and where this rank is. JSON."""
     data, own = config.data, LaunchConfig()  # a rank's own hardware is its own affair
-    folders = [corpus_folder(data, corpus) for corpus in data.corpora] or [Path(data.shards)]
+    locations = [corpus_location(data, corpus) for corpus in data.corpora] or [data.shards]
     try:
+        folders = [locate(location, data)[0] for location in locations]
         shards: str | None = hash_of(b"".join(read_regular(folder / TRAIN / INDEX_FILE) for folder in folders))
-    except OSError:
+    except (OSError, DistTfmError):
         shards = None
     run = nearest_existing(Path(config.train.run_dir))
     cuda = topology.device.type == "cuda"

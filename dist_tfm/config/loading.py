@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from data_pipeline.mixture import mixture_faults
+from data_pipeline.prepared import location_faults
 from data_pipeline.settings import Layers, build_sections, faults_error, read_saved_sections, to_yaml
 from data_pipeline.tokenizer_training import tokenizer_faults
 from dist_tfm.config.layout import layout_faults
@@ -17,7 +18,7 @@ SECTIONS: Mapping[str, type] = {f.name: f.default_factory for f in dataclasses.f
 
 MAY_CHANGE = frozenset(
     f"train.{key}" for key in ("steps", "run_dir", "validate_every", "max_skips", "activation_checkpointing")
-) | {"data.workers", "data.prepare_workers", "data.expected_pairs"}
+) | {"data.workers", "data.prepare_workers", "data.expected_pairs", "data.cache", "data.cache_gigabytes"}
 MAY_CHANGE_SECTIONS = frozenset({"parallel", "checkpoint", "log", "decode", "launch"})
 
 
@@ -41,6 +42,7 @@ def check_sections(sections: Mapping[str, Any]) -> None:
     if data.micro_batches % data.lanes:
         faults.append(f"data.lanes: expected a divisor of data.micro_batches={data.micro_batches}, found {data.lanes}")
     faults += mixture_faults(data)
+    faults += location_faults(data)
     faults += layout_faults(model, sections["parallel"])
     faults += tokenizer_faults(sections["tokenizer"])
     if not sections["tokenizer"].shared:

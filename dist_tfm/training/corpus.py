@@ -1,5 +1,6 @@
 """A prepared corpus as one data-parallel rank sees it: tokenizer, training steps, held-out pairs."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from dist_tfm.training.validation import HeldOut
 
 @dataclass(frozen=True)
 class Corpus:
-    """All that training and validation read. held_out has the batches of `validation`."""
+    """All that training and validation read. held_out has the batches of `validation`; checksum stands for what the
+    indexes of all shards say."""
 
     tokenizer: Tokenizer
     tokenizer_file: Path
@@ -25,6 +27,7 @@ class Corpus:
     held_out: HeldOut
     validation: ValidationBatches
     description: str
+    checksum: str
 
 
 def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
@@ -62,6 +65,7 @@ def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
             f"vocabulary {tokenizer.vocab_size:,}, held out {validation.pairs:,}{long}{left_out}{_reading(loader)}"
             f"{shares}"
         ),
+        checksum=_checksum_of(opened),
     )
 
 
@@ -81,6 +85,12 @@ def _open_loader(
         for part, share in zip(parts, shares, strict=True)
     )
     return loader, f"; mixture: {listed}"
+
+
+def _checksum_of(opened: Sequence[PreparedData]) -> str:
+    splits = [split for prepared in opened for split in (prepared.train, prepared.valid)]
+    files = [file for split in splits for s in split.index.shards for file in (s.checksum, s.lengths_checksum)]
+    return hashlib.sha256("".join(files).encode()).hexdigest()
 
 
 def _reading(loader: StepLoader) -> str:

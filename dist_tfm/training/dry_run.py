@@ -13,6 +13,7 @@ import torch
 
 from data_pipeline.api import Batch, Position, zero_weight_batch
 from data_pipeline.prepare import is_prepared
+from data_pipeline.remote import is_remote
 from dist_tfm.config.schema import Config
 from dist_tfm.engine.base import Engine
 from dist_tfm.errors import RunError
@@ -62,7 +63,8 @@ def _with_shards(config: Config, topology: Topology, console: Console) -> Iterat
     """The configuration; where its shards are missing, with shards in a temporary folder, gone at the end."""
 
     def place() -> str | None:
-        if not topology.is_main or config.data.corpora or is_prepared(config.data, config.tokenizer):
+        elsewhere = bool(config.data.corpora) or is_remote(config.data.shards)  # never prepared by training
+        if not topology.is_main or elsewhere or is_prepared(config.data, config.tokenizer):
             return None
         return tempfile.mkdtemp(prefix="dist_tfm-dry-run-")
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 
 from data_pipeline.prepare import prepare
+from data_pipeline.remote import is_remote
 from dist_tfm.checkpoint.layout import CONFIG, TOKENIZER, step_of
 from dist_tfm.checkpoint.manager import CheckpointManager
 from dist_tfm.checkpoint.restore import load_weights_only, read_counters
@@ -81,6 +82,7 @@ def run(config: Config, topology: Topology, stop: StopRequest) -> int:
         start = progress.position
         corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data, start))
         stack.callback(corpus.loader.close)
+        refuse_different(topology, corpus.checksum)
         _describe(setting, corpus)
         engine = build_engine(config, corpus.tokenizer.vocab_size, topology)
         stack.callback(engine.close)
@@ -142,9 +144,10 @@ def build_engine(config: Config, vocab_size: int, topology: Topology) -> Engine:
 def prepare_shards(config: Config, topology: Topology, console: Console, stop: StopRequest | None = None) -> bool:
     """Prepares missing shards: the first rank does it, the others wait. False if any rank was asked to stop first.
 
-    Each corpus of a mixture is prepared by a configuration of its own, and missed when it is opened if it is not there.
+    Each corpus of a mixture is prepared by a configuration of its own, and missed when it is opened if it is not there;
+    so are shards behind a URL.
     """
-    if config.data.corpora:
+    if config.data.corpora or is_remote(config.data.shards):
         return True
     return first_rank_alone(
         topology.world,
@@ -152,6 +155,19 @@ def prepare_shards(config: Config, topology: Topology, console: Console, stop: S
         lambda: prepare(config.data, config.tokenizer, console.say),
         None if stop is None else stop.__bool__,
     )
+
+
+def refuse_different(topology: Topology, checksum: str) -> None:
+    """Raises InputError on every rank unless all of them have opened the same shards."""
+    found = topology.world.gather(checksum)
+    odd = [rank for rank, other in enumerate(found) if other != found[0]]
+    if odd:
+        error = InputError(
+            f"rank {odd[0]} has other shards than rank 0 ({len(odd)} of {len(found)} ranks differ from it): copy the "
+            "same shards to every machine"
+        )
+        error.shared = True
+        raise error
 
 
 def _leave_preparation(setting: Setting, stop: StopRequest) -> NoReturn:

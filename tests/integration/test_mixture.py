@@ -10,7 +10,7 @@ import yaml
 from data_pipeline.api import CorpusConfig, DataConfig, TokenizerConfig
 from data_pipeline.errors import ConfigError, InputError
 from data_pipeline.prepare import prepare
-from data_pipeline.prepared import TOKENIZER_FILE, corpus_folder, held_out_parts, open_corpora, training_parts
+from data_pipeline.prepared import TOKENIZER_FILE, corpus_location, held_out_parts, open_corpora, training_parts
 from data_pipeline.settings import load_sections
 from tests.jobs import read_metrics, run_job, run_ranks, small_project, train_command, training_lines
 
@@ -78,7 +78,7 @@ def test_a_mixture_trains_the_same_on_any_ranks_and_says_what_it_saw(project: Pa
 def test_what_the_corpora_of_a_mixture_must_have_in_common(project: Path, tmp_path: Path) -> None:
     data = DataConfig(shards=str(project / "shards"), corpora=CORPORA)
     opened = open_corpora(data)
-    assert [corpus_folder(data, corpus) for corpus in CORPORA] == [prepared.folder for prepared in opened]
+    assert [Path(corpus_location(data, corpus)) for corpus in CORPORA] == [prepared.folder for prepared in opened]
     (all_of_it, short), held_out = training_parts(data, opened), held_out_parts(data, opened)
     assert opened[0].tokenizer.decode(all_of_it.tag) == "<2de>"
     assert (short.tag, short.first_id, short.number) == ((), 300, 1)
