@@ -68,6 +68,9 @@ class DataConfig:
     lanes: Positive = 1  # L, a divisor of M: a rank reads only the lanes it serves; part of the data order
     window_pairs: Positive = 1_000_000  # pairs of a lane planned together
     workers: NotNegative = 1  # background threads that make batches ready; 0: made when asked for
+    # Damaged shards: stop, or skip what cannot be read, up to a share of all training pairs.
+    on_error: Literal["stop", "skip"] = "stop"
+    most_skipped: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
     # Shards behind a URL.
     cache: str = ""  # local folder for what was fetched, shared by all processes of a machine; "": the user's cache
     cache_gigabytes: NotNegative = 100  # bound of the blocks in it; 0: none
@@ -172,12 +175,30 @@ class Position:
 
 
 @dataclass(frozen=True)
+class Unreadable:
+    """A block of a corpus that cannot be read: its pairs have the ids first_id, first_id + 1, ...; reason: a
+    sentence."""
+
+    corpus: int
+    block: int
+    first_id: int
+    pairs: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class StepBatches:
-    """One step's micro-batches of one data-parallel rank, all ranks having equally many (ceil(M / dp))."""
+    """One step's micro-batches of one data-parallel rank, all ranks having equally many (ceil(M / dp)).
+
+    left_out: pairs that were planned for them and cannot be read; unreadable: blocks of which the other ranks have to
+    be told before the step, since they may have been able to read them.
+    """
 
     micro_batches: Sequence[Batch]
     epoch: int
     next_position: Position
+    left_out: int = 0
+    unreadable: tuple[Unreadable, ...] = ()
 
 
 class StatefulLoader(Protocol):
@@ -185,6 +206,11 @@ class StatefulLoader(Protocol):
 
     def next_step(self) -> StepBatches:
         """The micro-batches of the next step for this rank."""
+        ...
+
+    def leave_out(self, step: StepBatches, blocks: Sequence[Unreadable]) -> StepBatches:
+        """The step without the pairs of blocks that some rank cannot read; later steps leave them out too. Raises
+        InputError if they are too many."""
         ...
 
     def seek(self, position: Position) -> None:

@@ -10,16 +10,18 @@ windows of a corpus are in memory (docs/data.md says how large they are).
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Protocol, TypeVar
 
-from data_pipeline.api import Batch, CorpusPosition, DataConfig, Position, StepBatches, zero_weight_batch
+from data_pipeline.api import Batch, CorpusPosition, DataConfig, Position, StepBatches, Unreadable, zero_weight_batch
 from data_pipeline.background import Caller, Pool, Threads
 from data_pipeline.errors import InputError
 from data_pipeline.lanes import lanes_read_once, lanes_served, times_read
 from data_pipeline.mixture import Draw
 from data_pipeline.shards import ShardReader
 from data_pipeline.stream import Stream
+from data_pipeline.unreadable import Damage, leave_out
 from data_pipeline.window import Part, Window, WindowSource
 
 L = TypeVar("L", bound="StepLoader")
@@ -109,10 +111,12 @@ class _Slot(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A step that is being made. oldest: running number of the first window of each stream that it may need."""
+    """A step that is being made. oldest: running number of the first window of each stream that it may need;
+    unreadable: blocks of the windows that it takes pairs from, on whichever rank."""
 
     oldest: list[int]
     batches: Future[StepBatches]
+    unreadable: frozenset[Unreadable]
 
 
 class StepLoader:
@@ -142,6 +146,8 @@ class StepLoader:
             Stream(source, lanes_served(rank, dp, config.micro_batches, source.lanes), self._planner)
             for source in sources
         ]
+        pairs = sum(int(source.part.reader.block_starts[-1]) for source in sources)
+        self._damage = Damage(pairs, config.most_skipped)
         self._pending: deque[_Pending] = deque()
         self._closed = False
         try:
@@ -188,6 +194,11 @@ class StepLoader:
             raise RuntimeError("the loader is closed")
         self._make_ahead()
         step = self._pending[0].batches.result()
+        found = self._pending[0].unreadable
+        damage = self._damage + found
+        news = sorted(damage.found - self._damage.found, key=lambda block: (block.corpus, block.block))
+        step = replace(self._without(step, damage), unreadable=tuple(news))
+        self._damage = damage
         self._pending.popleft()
         self._position = step.next_position
         if self._prefetch:
@@ -197,6 +208,17 @@ class StepLoader:
                     # Only now: before, the window of the steps just handed out would still be in memory as a third one.
                     stream.request()
         return step
+
+    def leave_out(self, step: StepBatches, blocks: Sequence[Unreadable]) -> StepBatches:
+        """The step without the pairs of blocks that some rank cannot read; later steps leave them out too. Raises
+        InputError if they are too many."""
+        self._damage = self._damage + blocks
+        return replace(self._without(step, self._damage), unreadable=())
+
+    @property
+    def damage(self) -> Damage:
+        """Blocks that are left out so far."""
+        return self._damage
 
     def seek(self, position: Position) -> None:
         """Continues at `position`: reads and plans one window of each corpus, replays nothing. Raises InputError."""
@@ -233,10 +255,10 @@ class StepLoader:
             if not self._ready(corpora):
                 return
             oldest, epoch = [stream.oldest for stream in self._streams], min(s.epoch for s in self._streams)
-            slots = self._take(corpora)
+            slots, unreadable = self._take(corpora)
             self._step += 1
             following = self._order.position(self._step, self._streams)
-            self._pending.append(_Pending(oldest, self._submit(slots, epoch, following)))
+            self._pending.append(_Pending(oldest, self._submit(slots, epoch, following), unreadable))
 
     def _ready(self, corpora: Sequence[int]) -> bool:
         """Waits for the windows that a step needs; False if that can be left for later."""
@@ -250,15 +272,17 @@ class StepLoader:
                 window.result()
         return True
 
-    def _take(self, corpora: Sequence[int]) -> list[_Slot]:
-        """Moves all streams on by a step; the micro-batches of it that are this rank's."""
-        slots = []
+    def _take(self, corpora: Sequence[int]) -> tuple[list[_Slot], frozenset[Unreadable]]:
+        """Moves all streams on by a step; the micro-batches of it that are this rank's, and the blocks of its windows
+        that this rank could not read."""
+        slots, unreadable = list[_Slot](), set[Unreadable]()
         for index, corpus in enumerate(corpora):
             lane = index % self._streams[corpus].source.lanes
             window, number = self._streams[corpus].take(lane)
+            unreadable.update(window.unreadable)
             if index % self._dp == self._rank:
                 slots.append(_Slot(index, window, lane, number))
-        return slots
+        return slots, frozenset(unreadable)
 
     def _submit(self, slots: Sequence[_Slot], epoch: int, following: Position) -> Future[StepBatches]:
         # ceil(M / dp) on every rank: zero-weight ones where M ends.
@@ -269,6 +293,13 @@ class StepLoader:
             return StepBatches([*batches, *(zero_weight_batch() for _ in range(missing))], epoch, following)
 
         return self._makers.submit(make)
+
+    def _without(self, step: StepBatches, damage: Damage) -> StepBatches:
+        if not damage.found:
+            return step
+        batches = [leave_out(batch, damage.found) for batch in step.micro_batches]
+        lost = sum(len(b.pair_ids) - len(left.pair_ids) for b, left in zip(step.micro_batches, batches, strict=True))
+        return replace(step, micro_batches=batches, left_out=step.left_out + lost)
 
     def _drop(self) -> None:
         for pending in self._pending:

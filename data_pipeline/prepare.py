@@ -109,13 +109,13 @@ def is_prepared(data: DataConfig, tokenizer: TokenizerConfig) -> bool:
 
 def check_prepared(data: DataConfig, tokenizer: TokenizerConfig) -> None:
     """Raises InputError unless complete shards of exactly this configuration stand in data.shards, with the tokenizer
-    that they were encoded with and no file missing or cut short."""
+    that they were encoded with and no file missing or cut short (but training shards with data.on_error: skip)."""
     folder = Path(data.shards)
     known = read_record(folder)
     if known is None or not is_complete(folder):
         raise InputError(f"{folder} holds no complete shards: run prepare first")
     check_same(folder, known, make_record(data, tokenizer, known))
-    prepared = open_prepared(folder)
+    prepared = open_prepared(folder, skip_damaged=data.on_error == "skip")
     if prepared.fingerprint != known.fingerprint:
         raise InputError(f"the shards in {folder} are not those that its DATA.json describes: delete it, run prepare")
 
@@ -174,7 +174,7 @@ def _locked(path: Path, log: Log, shared: bool) -> Iterator[None]:
 
 
 def _summary(folder: Path) -> str:
-    prepared = open_prepared(folder)
+    prepared = open_prepared(folder, skip_damaged=True)
     train, valid = prepared.train.index, prepared.valid.index
     source_tokens, target_tokens = train.tokens
     return (

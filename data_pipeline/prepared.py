@@ -37,9 +37,10 @@ def is_complete(folder: Path) -> bool:
     return all((folder / split / INDEX_FILE).is_file() for split in (TRAIN, VALID))
 
 
-def open_prepared(folder: Path, segments: SegmentsOf | None = None) -> PreparedData:
+def open_prepared(folder: Path, segments: SegmentsOf | None = None, skip_damaged: bool = False) -> PreparedData:
     """Opens the shards of a folder. Presence and size of every file, the lengths and the tokenizer are checked here,
-    blocks when they are read. segments: where the blocks are, if not there. Raises InputError."""
+    blocks when they are read. segments: where the blocks are, if not there; skip_damaged: shards of the
+    training split may be missing or cut short. Raises InputError."""
     indexes = {split: read_index(folder / split) for split in (TRAIN, VALID)}
     tokenizer = Tokenizer.load(folder / TOKENIZER_FILE)
     fingerprint = indexes[TRAIN].fingerprint
@@ -55,7 +56,13 @@ def open_prepared(folder: Path, segments: SegmentsOf | None = None) -> PreparedD
                 "prepare"
             )
     readers = {
-        split: ShardReader(folder / split, index, tokenizer.checksum, None if segments is None else segments(split))
+        split: ShardReader(
+            folder / split,
+            index,
+            tokenizer.checksum,
+            None if segments is None else segments(split),
+            check=not (skip_damaged and split == TRAIN),
+        )
         for split, index in indexes.items()
     }
     return PreparedData(folder, fingerprint, tokenizer, readers[TRAIN], readers[VALID])
@@ -93,7 +100,7 @@ def open_corpora(data: DataConfig) -> list[PreparedData]:
     """The data sets of a mixture in their order, or the one of data.shards. All must have been encoded with the same
     tokenizer. Raises InputError."""
     locations = [corpus_location(data, corpus) for corpus in data.corpora] or [data.shards]
-    opened = [open_prepared(*locate(location, data)) for location in locations]
+    opened = [open_prepared(*locate(location, data), data.on_error == "skip") for location in locations]
     first = opened[0]
     for other in opened[1:]:
         if other.tokenizer.checksum != first.tokenizer.checksum:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.api import BOS, EOS, PAD, Batch, DataConfig, zero_weight_batch
-from data_pipeline.errors import ConfigError, InputError, shown
+from data_pipeline.api import BOS, EOS, PAD, UNK, Batch, DataConfig, Unreadable, zero_weight_batch
+from data_pipeline.errors import ConfigError, DamagedError, InputError, shown
 from data_pipeline.lanes import lanes_filled
 from data_pipeline.plan import Cuts, Plan, Rows, cut_window, largest_micro_batch, window_blocks
 from data_pipeline.ragged import Integers, positions_of, smallest_unsigned, starts_of
@@ -69,12 +69,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs in memory. ids [N]: position of each in the prepared data; corpus: their corpus' number in the mixture."""
+    """Pairs in memory. ids [N]: position of each in the prepared data; corpus: their corpus' number in the mixture;
+    unreadable: the blocks among them whose ids could not be read, and are unknown tokens here."""
 
     source: Side
     target: Side
     ids: Rows
     corpus: int
+    unreadable: tuple[Unreadable, ...] = ()
 
     def batch(self, rows: Rows, index: int) -> Batch:
         """The micro-batch of these pairs (by position in this object); no pairs give a zero-weight one."""
@@ -103,10 +105,13 @@ def pairs_of(reader: ShardReader, blocks: Rows) -> Rows:
     return np.concatenate([NOTHING, *(np.arange(starts[b], starts[b + 1]) for b in blocks)])
 
 
-def read_blocks(part: Part, blocks: Rows, stop: Callable[[], bool] = lambda: False) -> Pairs:
+def read_blocks(
+    part: Part, blocks: Rows, stop: Callable[[], bool] = lambda: False, skip_damaged: bool = False
+) -> Pairs:
     """Reads whole blocks into one flat array a side: two bytes a token.
 
-    stop: asked before each block; once it says True, StoppedError is raised. Raises InputError for damaged shards.
+    stop: asked before each block; once it says True, StoppedError is raised. skip_damaged: damaged blocks are noted.
+    Raises InputError for those that are not skipped.
     """
     reader = part.reader
     ids = pairs_of(reader, blocks)
@@ -115,17 +120,27 @@ def read_blocks(part: Part, blocks: Rows, stop: Callable[[], bool] = lambda: Fal
     dtype = smallest_unsigned(reader.index.vocab_size - 1)
 
     flats: list[Integers] = [np.empty(int(side[-1]), dtype=dtype) for side in starts]
-    filled = [0, 0]
-    for number in blocks:
+    ends = np.cumsum(reader.block_pairs[blocks])
+    unreadable: list[Unreadable] = []
+    for number, end in zip(blocks.tolist(), ends.tolist(), strict=True):
         if stop():
             raise StoppedError
-        block = reader.block(int(number))
-        for side, flat in enumerate((block.source, block.target)):
-            flats[side][filled[side] : filled[side] + len(flat)] = flat
-            filled[side] += len(flat)
+        count = int(reader.block_pairs[number])
+        places = [slice(int(side[end - count]), int(side[end])) for side in starts]
+        try:
+            block = reader.block(number)
+        except DamagedError as fault:
+            if not skip_damaged:
+                raise
+            first = int(reader.block_starts[number]) + part.first_id
+            unreadable.append(Unreadable(part.number, number, first, count, str(fault)))
+            for flat, place in zip(flats, places, strict=True):
+                flat[place] = UNK
+            continue
+        flats[0][places[0]], flats[1][places[1]] = block.source, block.target
     prefixes = (np.array(part.tag, dtype=np.int64), NOTHING)
     source, target = (Side(flats[i], starts[i][:-1], lengths[:, i], prefixes[i]) for i in (0, 1))
-    return Pairs(source, target, ids + part.first_id, part.number)
+    return Pairs(source, target, ids + part.first_id, part.number, tuple(unreadable))
 
 
 class StoppedError(Exception):
@@ -151,6 +166,11 @@ class Window:
     number: int
     micro_batches: int
     lanes: Mapping[int, Lane]
+
+    @property
+    def unreadable(self) -> tuple[Unreadable, ...]:
+        """Blocks of these lanes that could not be read."""
+        return tuple(block for lane in self.lanes.values() for block in lane.pairs.unreadable)
 
     @property
     def padding(self) -> float:
@@ -208,6 +228,7 @@ class WindowSource:
         self.per_step = 1 if mixed else config.micro_batches // self.lanes
         self._window_pairs = config.window_pairs
         self._seed = seed
+        self._skip_damaged = config.on_error == "skip"
         longer = np.maximum(*part.tokens())
         fits = longer <= self.budget
         self.left_out = len(fits) - int(np.count_nonzero(fits))
@@ -228,7 +249,7 @@ class WindowSource:
         """Plans a window and reads the lanes in `served`. Of the others only lengths are looked at: how many steps the
         window has is decided by the lane that needs most.
 
-        Raises InputError for damaged shards, StoppedError once stop() says True.
+        Raises InputError for damaged shards that are not to be skipped, StoppedError once stop() says True.
         """
         blocks = self._blocks(epoch)[number]
         cuts: dict[int, Cuts] = {}
@@ -243,7 +264,7 @@ class WindowSource:
             if lane in served:
                 cuts[lane] = cut
         lanes = {
-            lane: Lane(read_blocks(self.part, blocks[lane], stop), cut.plan(self.per_step, steps))
+            lane: Lane(read_blocks(self.part, blocks[lane], stop, self._skip_damaged), cut.plan(self.per_step, steps))
             for lane, cut in cuts.items()
         }
         return Window(epoch, number, steps * self.per_step, lanes)
@@ -266,5 +287,5 @@ class WindowSource:
 
     def _batch_of(self, pairs: Rows, index: int) -> Batch:
         blocks = np.unique(np.searchsorted(self.part.reader.block_starts, pairs, side="right") - 1)
-        read = read_blocks(self.part, blocks)
+        read = read_blocks(self.part, blocks, skip_damaged=self._skip_damaged)
         return read.batch(np.searchsorted(read.ids, pairs + self.part.first_id), index)

@@ -16,9 +16,11 @@ from dist_tfm.config.schema import Config, DataConfig, DecodeConfig, ModelConfig
 
 SECTIONS: Mapping[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
 
-MAY_CHANGE = frozenset(
-    f"train.{key}" for key in ("steps", "run_dir", "validate_every", "max_skips", "activation_checkpointing")
-) | {"data.workers", "data.prepare_workers", "data.expected_pairs", "data.cache", "data.cache_gigabytes"}
+MAY_CHANGE = (
+    frozenset(f"train.{key}" for key in ("steps", "run_dir", "validate_every", "max_skips", "activation_checkpointing"))
+    | {"data.workers", "data.prepare_workers", "data.expected_pairs"}
+    | {f"data.{key}" for key in ("cache", "cache_gigabytes", "on_error", "most_skipped")}
+)
 MAY_CHANGE_SECTIONS = frozenset({"parallel", "checkpoint", "log", "decode", "launch"})
 
 

@@ -25,12 +25,14 @@ DIGEST_MASK = 2**53 - 1
 @dataclass(frozen=True)
 class StepCounts:
     """One step's counts, over all data-parallel ranks. pair_hash: order-free digest of the ids of the step's pairs;
-    by_corpus: source and target tokens of each corpus of a mixture."""
+    by_corpus: source and target tokens of each corpus of a mixture; left_out: pairs planned for it that could not be
+    read."""
 
     sums: LengthSums
     padded: int
     pair_hash: int
     by_corpus: tuple[int, ...] = ()
+    left_out: int = 0
 
     @property
     def padding_fraction(self) -> float:
@@ -50,9 +52,9 @@ def local_counts(batches: Sequence[Batch], corpora: int = 0) -> list[int]:
     return [*asdict(sums).values(), sum(b.padded_tokens for b in batches), digest, *by_corpus]
 
 
-def global_counts(values: Sequence[int]) -> StepCounts:
-    """The summed integers of `local_counts`."""
-    return StepCounts(LengthSums(*values[:5]), values[5], values[6] & DIGEST_MASK, tuple(values[7:]))
+def global_counts(values: Sequence[int], left_out: int = 0) -> StepCounts:
+    """The summed integers of `local_counts`; left_out: pairs that no rank could use."""
+    return StepCounts(LengthSums(*values[:5]), values[5], values[6] & DIGEST_MASK, tuple(values[7:]), left_out)
 
 
 def _digest(ids: NDArray[np.int64]) -> int:
@@ -101,6 +103,7 @@ class Meter:
         self.corpora = corpora
         self._by_corpus = [0] * len(corpora)
         self._tokens = 0
+        self._left_out = 0
         self._window_flops = 0
         self._seconds = 0.0
         self._waited = 0.0
@@ -118,6 +121,7 @@ class Meter:
         """The step is done."""
         self._seconds += time.perf_counter() - self._started
         self._tokens += counts.sums.source + counts.sums.target
+        self._left_out += counts.left_out
         self._by_corpus = [sum(both) for both in zip(self._by_corpus, counts.by_corpus, strict=True)]
         flops = training_flops(self._model, self._vocab_size, counts.sums)
         self._window_flops += flops
@@ -152,11 +156,12 @@ class Meter:
             "zero_stage": self._facts.zero_stage,
             "precision": self._facts.precision,
             "attention": self._facts.attention,
-            # Realised since the line before.
+            # Since the line before; realised shares, and pairs that could not be read (data.on_error: skip).
+            "left_out_pairs": self._left_out,
             **{f"share_{name}": n / self._tokens for name, n in zip(self.corpora, self._by_corpus, strict=True)},
         }
         self._by_corpus = [0] * len(self.corpora)
-        self._tokens, self._window_flops, self._seconds, self._waited = 0, 0, 0.0, 0.0
+        self._tokens, self._left_out, self._window_flops, self._seconds, self._waited = 0, 0, 0, 0.0, 0.0
         return record
 
 

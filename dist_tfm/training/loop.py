@@ -11,6 +11,7 @@ from dist_tfm.metrics.meter import Meter, StepCounts, global_counts, local_count
 from dist_tfm.metrics.writers import Console, Record, Writers
 from dist_tfm.parallel.collectives import together
 from dist_tfm.parallel.topology import Topology
+from dist_tfm.training.damage import agree_on_damage, nothing_left
 from dist_tfm.training.progress import Progress
 from dist_tfm.training.signals import StopRequest
 from dist_tfm.training.validation import Validator
@@ -116,13 +117,26 @@ class Trainer:
             batches = self._loader.next_step()
         except Exception as error:
             failure = error
+        counts, stopping, unreadable = self._sum(batches, failure)
+        if unreadable and batches is not None:
+            batches = agree_on_damage(self._group, self._loader, batches, self._console)
+            counts, _, _ = self._sum(batches, None)
+        if batches is not None and not counts.sums.target:
+            raise nothing_left(self.progress.step + 1)
+        return batches, counts, stopping
+
+    def _sum(self, batches: StepBatches | None, failure: Exception | None) -> tuple[StepCounts, bool, int]:
+        """Over all ranks: counts of the step, whether any is asked to stop, blocks that some could not read. Raises on
+        every rank if one failed."""
         # The ranks of a replica hold the same micro-batches: one of them counts.
         counted = batches.micro_batches if batches and self._counting else []
         counts = local_counts(counted, len(self._meter.corpora))
-        *totals, stops, failures = self._group.sum_ints([*counts, int(bool(self._stop)), int(failure is not None)])
+        news = [batches.left_out if self._counting else 0, len(batches.unreadable)] if batches else [0, 0]
+        flags = [*news, int(bool(self._stop)), int(failure is not None)]
+        *totals, left_out, unreadable, stops, failures = self._group.sum_ints([*counts, *flags])
         if failures:
             together(self._group, "making the next step", lambda: _reraise(failure))
-        return batches, global_counts(totals), stops > 0
+        return global_counts(totals, left_out), stops > 0, unreadable
 
     def _report(self, loss: float, nll: float, result: StepResult, counts: StepCounts) -> None:
         step, tokens = self.progress.step, counts.sums.target

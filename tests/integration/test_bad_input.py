@@ -108,8 +108,14 @@ def test_a_truncated_shard(project: Path, tmp_path: Path) -> None:
     shutil.copytree(project.parent / "shards", tmp_path / "shards")
     shard = sorted((tmp_path / "shards" / "train").glob("*.tar"))[0]
     with shard.open("r+b") as file:
-        file.truncate(shard.stat().st_size - 700)
-    expect_failure(project, f"--data.shards={tmp_path}/shards", f"--train.run_dir={tmp_path}/r", parts=(shard.name,))
+        file.truncate(shard.stat().st_size // 2)
+    where = (f"--data.shards={tmp_path}/shards", f"--train.run_dir={tmp_path}/r")
+    expect_failure(project, *where, parts=(shard.name,))
+    skipping = ("--data.on_error=skip", "--data.most_skipped=0.5", "--train.steps=6", "--log.every_steps=1")
+    done = run_job(train_command(1, "--config", str(project), *where, *skipping))
+    assert done.returncode == 0, done.stdout
+    assert f"64 training pairs are left out, 1 block(s): {shard}, block 1 at byte" in done.stdout
+    assert 0 < sum(line["left_out_pairs"] for line in training_lines(tmp_path / "r")) <= 64
 
 
 def test_a_truncated_shard_on_two_ranks_ends_both(project: Path, tmp_path: Path) -> None:
