@@ -105,7 +105,7 @@ class Ours:
         self._models = {dtype: self._prepared(DTYPES[dtype]) for dtype in dtypes}
 
     def _prepared(self, dtype: torch.dtype) -> list[Transformer]:
-        copied = Transformer(self.original.config, self.original.vocab_size)
+        copied = Transformer(self.original.config, self.original.vocab_size, self.original.source_vocab_size)
         copied.load_state_dict(self.original.state_dict())
         return packed_where_possible([copied.to(dtype).eval().requires_grad_(False)])
 

@@ -62,6 +62,7 @@ def open_prepared(folder: Path, segments: SegmentsOf | None = None, skip_damaged
             tokenizer.checksum,
             None if segments is None else segments(split),
             check=not (skip_damaged and split == TRAIN),
+            sizes=tokenizer.sizes,
         )
         for split, index in indexes.items()
     }

@@ -191,15 +191,17 @@ class ShardReader:
         tokenizer_checksum: str | None = None,
         segments: Segments | None = None,
         check: bool = True,
+        sizes: tuple[int, int] | None = None,
     ) -> None:
         """Opens the shards that `index` (of `folder`) names: presence and size of every file are checked, lengths read.
 
         tokenizer_checksum: what the shards must have been encoded with; segments: where the blocks are, if not in
-        `folder`; check: whether a shard that is missing or cut short is to be met here, not when it is read. Raises
-        InputError.
+        `folder`; check: whether a shard that is missing or cut short is to be met here, not when it is read; sizes:
+        of the target's and the source's vocabulary, if they differ. Raises InputError.
         """
         self._segments = LocalSegments(folder) if segments is None else segments
         self.mend = self._segments.mend
+        self._sizes = (index.vocab_size, index.vocab_size) if sizes is None else sizes
         self.folder = folder
         self.index = index
         if tokenizer_checksum is not None and index.tokenizer_checksum != tokenizer_checksum:
@@ -263,7 +265,7 @@ class ShardReader:
         if zlib.crc32(data) != shard.block_checksums[inside]:
             raise DamagedError(f"{where}: damaged (its checksum differs from the index): {self.mend}")
         try:
-            block = decode_block(data, self.index.vocab_size)
+            block = decode_block(data, *self._sizes)
         except ValueError as fault:
             raise DamagedError(f"{where}: {fault}: {self.mend}") from None
         first = self.block_starts[number]
@@ -274,7 +276,7 @@ class ShardReader:
         return block
 
 
-def decode_block(segment: bytes, vocab_size: int) -> Block:
+def decode_block(segment: bytes, vocab_size: int, source_vocab_size: int | None = None) -> Block:
     """The block in a tar segment (a run of whole members, of one sample). Raises ValueError for anything else.
 
     Nothing in the segment is executed: members are taken by exact name and decoded as plain arrays of integers, and
@@ -291,15 +293,15 @@ def decode_block(segment: bytes, vocab_size: int) -> Block:
     if len(arrays) != len(PARTS):
         raise ValueError(f"holds {len(arrays)} of the {len(PARTS)} arrays of a block")
     block = Block(*arrays)
-    for side, flat, lengths in (
-        ("source", block.source, block.source_lengths),
-        ("target", block.target, block.target_lengths),
+    for side, flat, lengths, size in (
+        ("source", block.source, block.source_lengths, source_vocab_size or vocab_size),
+        ("target", block.target, block.target_lengths, vocab_size),
     ):
         # At most 32 bits each, so that the sum cannot wrap.
         if int(lengths.sum(dtype=np.int64)) != len(flat):
             raise ValueError(f"{side} lengths do not add up to its {len(flat)} ids")
-        if len(flat) and (int(flat.min()) < UNK or int(flat.max()) >= vocab_size):
-            raise ValueError(f"{side} ids lie outside [{UNK}, {vocab_size})")
+        if len(flat) and (int(flat.min()) < UNK or int(flat.max()) >= size):
+            raise ValueError(f"{side} ids lie outside [{UNK}, {size})")
     return block
 
 

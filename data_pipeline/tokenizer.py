@@ -43,6 +43,11 @@ class Tokenizer:
         """Of both sides, or of the larger one: all ids are below it."""
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Ids of (target, source) text; the same number twice if the vocabulary is shared."""
+        return self._target.size, self._source.size
+
+    @property
     def source(self) -> "Tokenizer":
         """The tokenizer of source text: this one if it is shared."""
         return self if self.is_shared else Tokenizer(self._sides[0], "the source's vocabulary")

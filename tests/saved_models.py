@@ -27,7 +27,7 @@ def small_tokenizer(lines: int = 300) -> Tokenizer:
 
 def talkative_model(config: Config, tokenizer: Tokenizer, seed: int = 1, sharpness: float = 3.0) -> Transformer:
     """A model with initial weights whose scores are sharp enough for different lines to have different outputs."""
-    model = Transformer(config.model, tokenizer.vocab_size)
+    model = Transformer(config.model, *tokenizer.sizes)
     initialize(model, seed)
     with torch.no_grad():
         model.embedding.weight.mul_(sharpness)

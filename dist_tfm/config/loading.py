@@ -47,10 +47,10 @@ def check_sections(sections: Mapping[str, Any]) -> None:
     faults += location_faults(data)
     faults += layout_faults(model, sections["parallel"])
     faults += tokenizer_faults(sections["tokenizer"])
-    if not sections["tokenizer"].shared:
+    if not sections["tokenizer"].shared and model.tied == "all":
         faults.append(
-            "tokenizer.shared: expected true to train (the model has one matrix for source, target and output, section "
-            "3.4), found false: separate vocabularies can be prepared and browsed only"
+            "model.tied: expected decoder or none with a vocabulary for each side (tokenizer.shared=false), found all: "
+            "one matrix cannot embed the tokens of two vocabularies"
         )
     faults += decode_faults(sections["decode"])
     if sections["checkpoint"].best_metric == "valid_bleu" and not sections["decode"].valid_sentences:

@@ -31,7 +31,7 @@ def gather_module(
         with opened(parameter):
             weights[tag_of(parameter).name] = gather_whole(parameter, tensor)
     with torch.device("meta"):
-        module = Transformer(model.config, model.vocab_size)
+        module = Transformer(model.config, model.vocab_size, model.source_vocab_size)
     module.load_state_dict(weights, strict=True, assign=True)
     return module.requires_grad_(False).eval()
 

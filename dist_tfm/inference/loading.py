@@ -48,7 +48,7 @@ def _load_one(
     config = read_config(checkpoint / CONFIG)
     tokenizer = Tokenizer.load(checkpoint / TOKENIZER)
     with torch.device("meta"):
-        model = Transformer(config.model, tokenizer.vocab_size)
+        model = Transformer(config.model, *tokenizer.sizes)
     check_architecture(
         checkpoint, read_index(checkpoint), {name: tuple(p.shape) for name, p in model.named_parameters()}
     )

@@ -35,7 +35,7 @@ class PackedTransformer(Transformer):
         if not can_pack(model.embedding.weight):
             raise ValueError("expected a model in bf16 on a CPU that multiplies in bf16")
         with torch.device("meta"):
-            super().__init__(model.config, model.vocab_size)
+            super().__init__(model.config, model.vocab_size, model.source_vocab_size)
         self.load_state_dict(model.state_dict(), assign=True)
         matrix = self.embedding.weight if self.projection is None else self.projection.weight
         self._output, self.projection = PackedLinear(matrix, None), None

@@ -76,18 +76,28 @@ class Transformer(nn.Module):
     """Source ids to the decoder's hidden states; `logits` turns those into scores over the vocabulary.
 
     model.tied: `all`, one matrix embeds both sides and scores the output, as in the paper; `decoder`, the source has
-    its own (source_embedding); `none`, so has the output (projection).
+    its own (source_embedding), and may have a vocabulary of its own; `none`, so has the output (projection).
     Weights are set by `dist_tfm.model.initialization.initialize` or loaded. Padding is PAD on the right; a source
     sentence that is all pads is allowed: nothing is seen of it.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, source_vocab_size: int | None = None) -> None:
+        """vocab_size: V, of the target; source_vocab_size: of the source, if that has a vocabulary of its own.
+
+        Raises ValueError for two sizes where one matrix embeds both sides.
+        """
         super().__init__()
+        self.source_vocab_size = vocab_size if source_vocab_size is None else source_vocab_size
+        if config.tied == "all" and self.source_vocab_size != vocab_size:
+            raise ValueError(
+                f"expected one vocabulary (model.tied=all), found {self.source_vocab_size} source and {vocab_size} "
+                "target tokens"
+            )
         self._attend = attention_kernel(config.attention)
         self.config = config
         self.vocab_size = vocab_size
         self.embedding = Embedding(config, vocab_size)
-        self.source_embedding = None if config.tied == "all" else Embedding(config, vocab_size)
+        self.source_embedding = None if config.tied == "all" else Embedding(config, self.source_vocab_size)
         self.projection = nn.Linear(config.d_model, vocab_size, bias=False) if config.tied == "none" else None
         self.encoder = Encoder(config, self._attend)
         self.decoder = Decoder(config, self._attend)

@@ -12,6 +12,7 @@ from data_pipeline.prepared import TOKENIZER_FILE, PreparedData, held_out_parts,
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.validation import ValidationBatches, read_texts
 from dist_tfm.config.schema import Config
+from dist_tfm.errors import InputError
 from dist_tfm.parallel.collectives import Group
 from dist_tfm.training.validation import HeldOut
 
@@ -38,6 +39,11 @@ def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
     """
     opened = open_corpora(config.data)
     tokenizer = opened[0].tokenizer
+    if config.model.tied == "all" and not tokenizer.is_shared:
+        raise InputError(
+            f"{opened[0].folder} has a vocabulary for each side, which one matrix (model.tied=all) cannot embed: set "
+            "model.tied to decoder or none, or take shards with one vocabulary"
+        )
     loader, shares = _open_loader(config, opened, data, start)
     parts = held_out_parts(config.data, opened)
     validation = ValidationBatches(parts, loader.budget, data.rank, data.size)
@@ -62,7 +68,7 @@ def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
         validation=validation,
         description=(
             f"data: {sum(index.pairs for index in indexes):,} pairs ({source_tokens:,} + {target_tokens:,} tokens), "
-            f"vocabulary {tokenizer.vocab_size:,}, held out {validation.pairs:,}{long}{left_out}{_reading(loader)}"
+            f"{_vocabulary(tokenizer)}, held out {validation.pairs:,}{long}{left_out}{_reading(loader)}"
             f"{shares}"
         ),
         checksum=_checksum_of(opened),
@@ -85,6 +91,13 @@ def _open_loader(
         for part, share in zip(parts, shares, strict=True)
     )
     return loader, f"; mixture: {listed}"
+
+
+def _vocabulary(tokenizer: Tokenizer) -> str:
+    if tokenizer.is_shared:
+        return f"vocabulary {tokenizer.vocab_size:,}"
+    target, source = tokenizer.sizes
+    return f"vocabularies {source:,} (source) and {target:,} (target)"
 
 
 def _checksum_of(opened: Sequence[PreparedData]) -> str:

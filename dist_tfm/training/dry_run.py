@@ -40,10 +40,11 @@ def rehearse(config: Config, topology: Topology) -> int:
         config = stack.enter_context(_with_shards(config, topology, console))
         corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data, Position()))
         stack.callback(corpus.loader.close)
-        counts = parameter_counts(config.model, corpus.tokenizer.vocab_size)
+        counts = parameter_counts(config.model, *corpus.tokenizer.sizes)
         console.say(f"parameters: {sum(counts.values()):,}")
         console.say(corpus.description)
-        engine = build_engine(config, corpus.tokenizer.vocab_size, topology)
+        vocab_size, source_vocab_size = corpus.tokenizer.sizes
+        engine = build_engine(config, vocab_size, topology, source_vocab_size)
         stack.callback(engine.close)
         facts = engine.facts
         console.say(
@@ -51,7 +52,7 @@ def rehearse(config: Config, topology: Topology) -> int:
             f"{facts.zero_stage}, attention {facts.attention}"
         )
         for batch in corpus.loader.largest_batches():
-            _training_step(engine, batch, config, corpus.tokenizer.vocab_size, topology, console)
+            _training_step(engine, batch, config, vocab_size, topology, console)
         _validation_batch(engine, corpus.validation.largest(), topology, console)
         _report_memory(topology, console)
     console.say("dry run passed; nothing was written")

@@ -84,7 +84,8 @@ def run(config: Config, topology: Topology, stop: StopRequest) -> int:
         stack.callback(corpus.loader.close)
         refuse_different(topology, corpus.checksum)
         _describe(setting, corpus)
-        engine = build_engine(config, corpus.tokenizer.vocab_size, topology)
+        vocab_size, source_vocab_size = corpus.tokenizer.sizes
+        engine = build_engine(config, vocab_size, topology, source_vocab_size)
         stack.callback(engine.close)
         _restore(setting, manager, checkpoint, engine, corpus)
         # Only now: a start that fails on bad input must not bind the directory to its configuration.
@@ -120,9 +121,12 @@ def agree_on_configuration(config: Config, topology: Topology, fault: ConfigErro
     together(topology.world, "laying out the processes", lambda: check_world(config, *sizes))
 
 
-def build_engine(config: Config, vocab_size: int, topology: Topology) -> Engine:
-    """The model with its initial weights, divided over tensor-parallel ranks; its loss; the engine that trains it."""
-    model = Transformer(config.model, vocab_size)
+def build_engine(config: Config, vocab_size: int, topology: Topology, source_vocab_size: int | None = None) -> Engine:
+    """The model with its initial weights, divided over tensor-parallel ranks; its loss; the engine that trains it.
+
+    vocab_size: of the target; source_vocab_size: if the source has a vocabulary of its own.
+    """
+    model = Transformer(config.model, vocab_size, source_vocab_size)
     initialize(model, config.train.seed, deep_norm_gain(config.model))
     tensor = topology.axes.tensor
     divide(model, tensor)
@@ -212,7 +216,7 @@ def _begin_attempt(setting: Setting) -> None:
 
 
 def _describe(setting: Setting, corpus: Corpus) -> None:
-    counts = parameter_counts(setting.config.model, corpus.tokenizer.vocab_size)
+    counts = parameter_counts(setting.config.model, *corpus.tokenizer.sizes)
     parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     setting.console.say(f"parameters: {sum(counts.values()):,} ({parts})")
     setting.console.say(corpus.description)
@@ -275,7 +279,7 @@ def _build_trainer(
     dtype = torch.float32 if engine.facts.precision == "fp32" else torch.bfloat16
     peak = topology.world.sum_floats([peak_flops(topology.device, dtype)])[0]
     names = [corpus.name for corpus in config.data.corpora]
-    meter = Meter(config.model, corpus.tokenizer.vocab_size, engine.facts, topology.device, peak, progress.flops, names)
+    meter = Meter(config.model, corpus.tokenizer.sizes[0], engine.facts, topology.device, peak, progress.flops, names)
     validator = Validator(
         engine,
         corpus.held_out,

@@ -2,14 +2,16 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
-from data_pipeline.api import DataConfig, TokenizerConfig
-from data_pipeline.errors import ConfigError, InputError
+from data_pipeline.api import DataConfig, Position, TokenizerConfig
+from data_pipeline.errors import ConfigError, DamagedError, InputError
 from data_pipeline.prepare import check_prepared, prepare
 from data_pipeline.prepared import PreparedData, open_prepared
 from data_pipeline.ragged import starts_of
@@ -17,7 +19,13 @@ from data_pipeline.settings import load_sections
 from data_pipeline.shards import ShardReader
 from data_pipeline.sources import read_pairs, resolve
 from data_pipeline.validation import read_texts
-from dist_tfm.config.loading import SECTIONS, check_sections
+from dist_tfm.config.loading import SECTIONS, check_sections, make_config
+from dist_tfm.inference.forced import forced_scores
+from dist_tfm.inference.translator import Translator, load_models
+from dist_tfm.parallel.collectives import SingleProcess
+from dist_tfm.training.corpus import open_corpus
+from tests.data_factory import CHECKSUM, VOCABULARY, make_reader, random_lengths
+from tests.jobs import run_job, train_command
 
 SPLITS = {"train": 400, "validation": 20, "test": 30}
 COUNTS = {"base_ende": 4_508_785, "big_ende": 4_508_785, "base_enfr": 40_836_715, "big_enfr": 40_836_715}
@@ -120,7 +128,7 @@ def test_the_paracrawl_recipe_streams_and_cleans(hub: Path) -> None:
     assert not Path("shards/.work").exists()
 
 
-def test_separate_vocabularies_are_prepared_but_not_trained_on(tmp_path: Path) -> None:
+def test_separate_vocabularies_are_prepared_and_need_two_matrices(tmp_path: Path) -> None:
     texts = {"source": "the cat\nthe dog\n", "target": "die Katze\nder Hund\n"}
     settings = {"data.shards": tmp_path / "shards", "tokenizer.kind": "words", "tokenizer.shared": "false"}
     for side, text in texts.items():
@@ -133,8 +141,54 @@ def test_separate_vocabularies_are_prepared_but_not_trained_on(tmp_path: Path) -
     block = prepared.valid.block(0)
     assert prepared.tokenizer.source.decode(block.source.tolist()) == "the cat the dog"
     assert prepared.tokenizer.target.decode(block.target.tolist()) == "die Katze der Hund"
-    with pytest.raises(ConfigError, match=r"tokenizer\.shared: expected true to train .*prepared and browsed only"):
+    with pytest.raises(ConfigError, match=r"model\.tied: expected decoder or none .*cannot embed the tokens of two"):
         check_sections(sections)
+    config = make_config({**sections, "tokenizer": TokenizerConfig()})
+    with pytest.raises(InputError, match=r"has a vocabulary for each side, which one matrix \(model\.tied=all\)"):
+        open_corpus(config, SingleProcess(), Position())
+    untied = make_config({**sections, "model": replace(config.model, tied="decoder")})
+    check_sections(vars(untied))
+    corpus = open_corpus(untied, SingleProcess(), Position())
+    assert "vocabularies 7 (source) and 8 (target)" in corpus.description
+
+
+def test_separate_vocabularies_are_trained_validated_saved_and_translated_with(tmp_path: Path) -> None:
+    """Forty source words and six target ones, so that an id on the wrong side would be out of range."""
+    words = ["a b", "c d e", "f"]
+    sources = [" ".join(f"s{(7 * i + j) % 40}" for j in range(1 + i % 5)) for i in range(60)]
+    (tmp_path / "source").write_text("".join(f"{line}\n" for line in sources))
+    (tmp_path / "target").write_text("".join(f"{words[i % 3]}\n" for i in range(60)))
+    settings = {
+        f"data.{split}_{side}": tmp_path / side for split in ("train", "valid") for side in ("source", "target")
+    }
+    small = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "d_ff": 16, "heads": 2, "tied": "decoder"}
+    settings |= {f"model.{key}": value for key, value in small.items()}
+    settings |= {"tokenizer.kind": "words", "tokenizer.shared": "false", "data.shards": tmp_path / "shards"}
+    settings |= {"train.steps": 4, "train.validate_every": 4, "train.run_dir": tmp_path / "run", "decode.beam": 2}
+    done = run_job(train_command(1, *(f"--{key}={value}" for key, value in settings.items())))
+    assert done.returncode == 0, done.stdout
+    assert "vocabularies 44 (source) and 10 (target)" in done.stdout
+    models, tokenizer, config = load_models([tmp_path / "run"], torch.device("cpu"), torch.float32)
+    shapes = {name: tuple(p.shape) for name, p in models[0].named_parameters() if "embedding" in name}
+    assert shapes == {"embedding.weight": (10, 16), "source_embedding.weight": (44, 16)}
+    (translated,) = Translator(models, tokenizer, config.decode).translate(["s39 s38 s1"])
+    assert set(translated[0].text.split()) <= set("abcdef")
+    scores = forced_scores(
+        models, tokenizer.source.encode(["s39"]), tokenizer.target.encode(["f a"]), torch.device("cpu")
+    )
+    assert scores[0].log_probability < 0
+
+
+def test_ids_of_the_other_vocabulary_are_refused(tmp_path: Path) -> None:
+    """A block whose source ids only the target's vocabulary has, with a right checksum."""
+    reader = make_reader(tmp_path, random_lengths(50))
+    assert reader.block(0).pairs
+    limited = ShardReader(reader.folder, reader.index, CHECKSUM, sizes=(VOCABULARY, VOCABULARY - 100))
+    with pytest.raises(DamagedError, match=rf"source ids lie outside \[3, {VOCABULARY - 100}\)"):
+        limited.block(0)
+    other = ShardReader(reader.folder, reader.index, CHECKSUM, sizes=(VOCABULARY - 100, VOCABULARY))
+    with pytest.raises(DamagedError, match="target ids lie outside"):
+        other.block(0)
 
 
 def test_segmented_text_and_ids_are_prepared_as_they_are(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -40,6 +41,8 @@ VARIANTS: Mapping[str, dict[str, object]] = {
     "multi_query": {"kv_heads": 1, "attention": "reference"},
     "decoder_tied": {"tied": "decoder"},
     "untied": {"tied": "none"},
+    "two_vocabularies": {"tied": "decoder", "source_vocabulary": 53},
+    "two_untied": {"tied": "none", "source_vocabulary": 47},
     "modern": {
         **{"norm": "pre", "normalization": "rms", "activation": "swiglu", "positions": "rotary", "kv_heads": 2},
         **{"tied": "decoder", "encoder_layers": 3, "decoder_layers": 1, "d_k": 6, "d_v": 10},
@@ -49,8 +52,10 @@ EVERY = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 
 
 def build(changes: Mapping[str, object], seed: int = 3) -> Transformer:
-    config = replace(SMALL, **changes)  # type: ignore[arg-type]
-    model = Transformer(config, VOCAB)
+    named = dict(changes)
+    source_vocabulary = cast(int | None, named.pop("source_vocabulary", None))
+    config = replace(SMALL, **named)  # type: ignore[arg-type]
+    model = Transformer(config, VOCAB, source_vocabulary)
     initialize(model, seed, deep_norm_gain(config))
     return model
 
@@ -246,6 +251,25 @@ def test_what_is_tied_is_one_matrix_and_what_is_not_is_not() -> None:
         model.embedding.weight.mul_(2.0)
         found = (not torch.equal(model.encode(source), memory), not torch.equal(model.logits(hidden), logits))
         assert found == touched, tied
+
+
+@torch.no_grad()
+def test_two_vocabularies_embed_the_source_in_its_own() -> None:
+    """Of equal sizes they are the model that has its source embedding apart; further source tokens are further rows."""
+    plain, same = build({"tied": "decoder"}).eval(), build({"tied": "decoder", "source_vocabulary": VOCAB}).eval()
+    source, target_in, _ = batch()
+    assert torch.equal(plain(source, target_in), same(source, target_in))
+    model = build({"tied": "decoder", "source_vocabulary": VOCAB + 9}).eval()
+    source[0, :3] = VOCAB + 8
+    logits = model.logits(model(source, target_in))
+    assert logits.shape == (4, 8, VOCAB), "scores are over the target's vocabulary"
+    before = model.encode(source)
+    model.source_embedding.weight[VOCAB + 8].mul_(2.0)  # type: ignore[union-attr]
+    after = model.encode(source)
+    assert not torch.equal(before[0], after[0])
+    assert torch.equal(before[1:], after[1:])
+    with pytest.raises(ValueError, match=r"one vocabulary \(model\.tied=all\), found 41 source and 40 target"):
+        Transformer(SMALL, VOCAB, VOCAB + 1)
 
 
 @pytest.mark.parametrize(

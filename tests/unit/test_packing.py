@@ -1,6 +1,7 @@
 """A model with packed weights says what the same model says without."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-def build(dtype: torch.dtype = torch.bfloat16, **changes: object) -> Transformer:
-    model = Transformer(replace(MODEL, **changes), 501)  # type: ignore[arg-type]
+def build(dtype: torch.dtype = torch.bfloat16, source: int | None = None, **changes: object) -> Transformer:
+    model = Transformer(replace(MODEL, **changes), 501, source)  # type: ignore[arg-type]
     initialize(model, 2)
     with torch.no_grad():
         (model.embedding if model.projection is None else model.projection).weight.mul_(2.0)
@@ -55,10 +56,10 @@ def test_a_packed_product_is_the_product(rows: int, bias: bool) -> None:
 @needs_kernels
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tied": "none", "activation": "swiglu", "norm": "pre", "kv_heads": 2}],
+    [{}, {"tied": "none", "activation": "swiglu", "norm": "pre", "kv_heads": 2, "source": 620}],
     ids=["the paper's", "another"],
 )
-def test_a_packed_model_translates_and_scores_alike(changes: dict[str, object]) -> None:
+def test_a_packed_model_translates_and_scores_alike(changes: dict[str, Any]) -> None:
     model, limits = build(**changes), [9, 6, 12]
     packed = PackedTransformer(model)
     assert not any(isinstance(module, nn.Linear) for module in packed.modules())

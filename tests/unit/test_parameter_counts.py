@@ -22,11 +22,11 @@ def load(name: str) -> Config:
     return make_config(sections)
 
 
-def built(config: ModelConfig, vocab_size: int) -> dict[str, int]:
+def built(config: ModelConfig, vocab_size: int, source_vocab_size: int | None = None) -> dict[str, int]:
     """Parameters of the model itself, by first part of their names; on the meta device, which holds no memory."""
     counts: dict[str, int] = {}
     with torch.device("meta"):
-        model = Transformer(config, vocab_size)
+        model = Transformer(config, vocab_size, source_vocab_size)
     for name, parameter in model.named_parameters():
         part = {"source_embedding": "embedding", "projection": "embedding"}.get(first := name.split(".")[0], first)
         counts[part] = counts.get(part, 0) + parameter.numel()
@@ -66,6 +66,13 @@ def test_the_formula_counts_every_bundled_model(name: str, total: int) -> None:
 )
 def test_the_formula_counts_other_shapes(config: ModelConfig) -> None:
     assert parameter_counts(config, 1234) == built(config, 1234)
+
+
+@pytest.mark.parametrize("tied", ["decoder", "none"])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_the_formula_counts_two_vocabularies(tied: str, positions: str) -> None:
+    config = replace(BASE, tied=tied, positions=positions)  # type: ignore[arg-type]
+    assert parameter_counts(config, 1234, 777) == built(config, 1234, 777)
 
 
 @pytest.mark.parametrize(

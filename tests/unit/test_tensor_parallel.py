@@ -35,8 +35,8 @@ CONFIG = ModelConfig(encoder_layers=2, decoder_layers=2, d_model=16, d_ff=24, he
 SMOOTHING = 0.1
 
 
-def build(config: ModelConfig, axis: Axis) -> TranslationLoss:
-    model = Transformer(config, VOCABULARY).double()
+def build(config: ModelConfig, axis: Axis, source_vocabulary: int | None = None) -> TranslationLoss:
+    model = Transformer(config, VOCABULARY, source_vocabulary).double()
     initialize(model, 1, deep_norm_gain(config))
     divide(model, axis)
     return TranslationLoss(model, SMOOTHING, axis)
@@ -56,12 +56,12 @@ def gradients(loss: TranslationLoss, *inputs: Any) -> dict[str, Tensor]:
     return {"loss": loss_sum.detach(), "nll": nll_sum, **found}
 
 
-def worst_difference(config: ModelConfig, size: int) -> float:
+def worst_difference(config: ModelConfig, size: int, source_vocabulary: int | None = None) -> float:
     """Largest relative difference between what the ranks compute and the same part of the whole."""
-    whole = gradients(build(config, Alone()), *batch())
+    whole = gradients(build(config, Alone(), source_vocabulary), *batch())
 
     def work(axis: Axis) -> list[float]:
-        loss = build(config, axis)
+        loss = build(config, axis, source_vocabulary)
         found = gradients(loss, *batch())
         differences = [float((found[name] - whole[name]).abs() / whole[name]) for name in ("loss", "nll")]
         for parameter in loss.model.parameters():
@@ -94,6 +94,11 @@ def test_head_widths_need_not_divide_d_model() -> None:
 )
 def test_variants_of_the_model_equal_the_whole_ones(variant: dict[str, Any]) -> None:
     assert worst_difference(replace(CONFIG, **variant), 2) < 1e-12
+
+
+@pytest.mark.parametrize("tied", ["decoder", "none"])
+def test_two_vocabularies_are_divided_each_by_its_own_size(tied: Any) -> None:
+    assert worst_difference(replace(CONFIG, tied=tied), 2, VOCABULARY + 22) < 1e-12
 
 
 def _forgets(x: Tensor, axis: Axis) -> Tensor:
