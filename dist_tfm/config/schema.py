@@ -54,7 +54,7 @@ class ModelConfig:
     max_positions: Positive = 1024  # of learned positions, a longer input is refused
     tied: Literal["all", "decoder", "none"] = "all"  # which of source embedding, target embedding, projection are one
     layer_norm_eps: Fraction = 1e-6
-    attention: Literal["sdpa", "reference"] = "sdpa"
+    attention: Literal["auto", "sdpa", "matmul", "reference"] = "auto"  # docs/speed.md
 
     @property
     def key_width(self) -> int:

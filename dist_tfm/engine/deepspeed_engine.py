@@ -238,14 +238,16 @@ def _read_facts(engine: Any, model: Transformer, topology: Topology) -> EngineFa
         precision = "fp32"
     else:
         precision = "+".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+    device = next(model.parameters()).device
+    queries = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else next(iter(dtypes))
     return EngineFacts(
-        attention=model.attention_backend,
+        attention=model.attention_backend(device, queries),
         precision=precision,
         zero_stage=int(engine.zero_optimization_stage()),
         world_size=int(engine.dp_world_size * engine.mp_world_size),
         tensor_parallel=topology.axes.tensor.size,
         pipeline_parallel=topology.axes.pipe.size,
-        device=str(next(model.parameters()).device.type),
+        device=device.type,
     )
 
 

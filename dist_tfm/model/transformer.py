@@ -6,12 +6,14 @@ Parameter names (`model.named_parameters()`) are the canonical names of checkpoi
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_pipeline.api import PAD
 from dist_tfm.config.schema import ModelConfig
-from dist_tfm.model.attention import Attend, BackendName, KeysValues, attention_kernel, kernel_name, padding_mask
+from dist_tfm.model.attention import Attend, KeysValues, attention_kernel, kernel_name, padding_mask
+from dist_tfm.model.attention_kernels import ExactBackend, chosen_backend
 from dist_tfm.model.embedding import Embedding
 from dist_tfm.model.layers import (
     FIRST_LAYER,
@@ -102,10 +104,10 @@ class Transformer(nn.Module):
         self.encoder = Encoder(config, self._attend)
         self.decoder = Decoder(config, self._attend)
 
-    @property
-    def attention_backend(self) -> BackendName:
-        """Name of the attention kernel that the layers call."""
-        return kernel_name(self._attend)
+    def attention_backend(self, device: torch.device, dtype: torch.dtype) -> ExactBackend:
+        """Name of the attention kernel that the layers run for queries of this dtype on this device."""
+        name = kernel_name(self._attend)
+        return chosen_backend(device, dtype) if name == "auto" else name
 
     @property
     def output_weight(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: the two kernels against each other and against what their masks promise."""
+"""Scaled dot-product attention: the kernels against each other and against what their masks promise."""
 
 import math
 from collections.abc import Callable
@@ -6,24 +6,27 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention import (
     Attend,
+    BackendName,
     MultiHeadAttention,
+    attend_matmul,
     attend_reference,
     attend_sdpa,
     attention_kernel,
     kernel_name,
     padding_mask,
 )
+from dist_tfm.model.attention_kernels import ExactBackend, chosen_backend
 from dist_tfm.model.initialization import initialize
 
 torch.set_num_threads(1)
 BATCH, HEADS, WIDTH, VALUE_WIDTH = 3, 2, 8, 12
-KERNELS = pytest.mark.parametrize(
-    "attend", [attention_kernel("sdpa"), attention_kernel("reference")], ids=["sdpa", "ref"]
-)
+NAMES: tuple[ExactBackend, ...] = ("sdpa", "matmul", "reference")
+KERNELS = pytest.mark.parametrize("attend", [attention_kernel(name) for name in NAMES], ids=NAMES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -57,11 +60,14 @@ CASES: dict[str, tuple[int, int, Callable[[], Tensor | None], bool]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)], ids=["fp32", "bf16"])
-def test_sdpa_equals_the_reference_forward_and_backward(case: str, dtype: torch.dtype, tolerance: float) -> None:
-    """bf16: within 4e-2 of the largest element, as the fused kernel rounds probabilities to 8 bits."""
+@pytest.mark.parametrize("name", ["sdpa", "matmul", "auto"])
+def test_kernels_equal_the_reference_forward_and_backward(
+    name: BackendName, case: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """bf16: within 4e-2 of the largest element, as the fast kernels round probabilities to 8 bits."""
     queries, keys, make_mask, causal = CASES[case]
     found: list[list[Tensor]] = []
-    for attend in (attention_kernel("sdpa"), attention_kernel("reference")):
+    for attend in (attention_kernel(name), attention_kernel("reference")):
         q, k, v = inputs(queries, keys, dtype)
         output = attend(q, k, v, make_mask(), causal, 0.0, True)
         assert output.dtype == dtype
@@ -257,9 +263,69 @@ def test_reference_keeps_fp32_under_autocast() -> None:
     assert torch.equal(found.probabilities, exact.probabilities)
 
 
+@KERNELS
+def test_a_probability_is_dropped_as_often_as_asked_and_the_rest_is_scaled(attend: Attend) -> None:
+    """Values of the identity show the probabilities themselves. 40,960 draws: a rate within 5 standard deviations."""
+    keys, p = 64, 0.3
+    q, k = (torch.randn(5, 2, keys, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    identity = torch.eye(keys).expand(5, 2, keys, keys).contiguous()
+    plain = attend(q, k, identity, None, False, 0.0, True)
+    torch.manual_seed(3)
+    dropped = attend(q, k, identity, None, False, p, True)
+    kept = dropped != 0
+    assert abs(float((~kept).float().mean()) - p) < 5 * math.sqrt(p * (1 - p) / kept.numel())
+    assert torch.allclose(dropped[kept], plain[kept] / (1 - p), rtol=1e-5)
+
+
+class LargestMask(TorchDispatchMode):
+    """Notes the elements of the largest boolean tensor that any operator gives, views of smaller ones apart."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype == torch.bool:
+            self.elements = max(self.elements, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("name", ["sdpa", "matmul"])
+@pytest.mark.parametrize("causal", [False, True], ids=["lengths", "causal"])
+def test_lengths_and_causality_need_no_mask_of_the_scores_size(name: BackendName, causal: bool) -> None:
+    q, k, v = inputs(16, 16)
+    mask = None if causal else key_mask((16, 0, 5), 16)
+    with LargestMask() as seen:
+        attention_kernel(name)(q, k, v, mask, causal, 0.0, True).sum().backward()
+    assert seen.elements <= (16 * 16 if causal else BATCH * 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_auto_runs_the_kernel_that_its_rule_names(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bits: the kernels round differently in bf16, and in fp32 nothing but the named one may be called."""
+    named = chosen_backend(torch.device("cpu"), dtype)
+    assert named == ("matmul" if dtype == torch.bfloat16 else "sdpa")
+    q, k, v = inputs(9, 9, dtype)
+    expected = attention_kernel(named)(q, k, v, None, True, 0.0, False)
+    other = "products_attention" if named == "sdpa" else "F.scaled_dot_product_attention"
+    monkeypatch.setattr(f"dist_tfm.model.attention.{other}", None)
+    assert torch.equal(attention_kernel("auto")(q, k, v, None, True, 0.0, False), expected)
+
+
+def test_auto_is_fused_on_a_gpu() -> None:
+    assert chosen_backend(torch.device("cuda"), torch.bfloat16) == "sdpa"
+
+
+def test_matmul_keeps_its_dtype_under_autocast() -> None:
+    q, k, v = (t.detach() for t in inputs(4, 4, torch.bfloat16))
+    exact = attend_matmul(q, k, v, None, True, 0.0, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend_matmul(q, k, v, None, True, 0.0, False)
+    assert torch.equal(found, exact)
+
+
 def test_kernels_know_their_names() -> None:
-    assert kernel_name(attention_kernel("sdpa")) == "sdpa"
-    assert kernel_name(attention_kernel("reference")) == "reference"
+    for name in ("auto", *NAMES):
+        assert kernel_name(attention_kernel(name)) == name
     with pytest.raises(ValueError, match="attention kernel"):
         kernel_name(lambda *_: torch.zeros(()))
 

@@ -169,11 +169,12 @@ def test_the_kernel_that_runs_is_the_one_that_is_named(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     source, target_in, _ = sentences()
-    for name, expected in (("sdpa", 2 + 2 * 3), ("reference", 0)):
+    for name, expected in (("sdpa", 2 + 2 * 3), ("reference", 0), ("matmul", 0), ("auto", 2 + 2 * 3)):
         calls.clear()
         model = build(attention=name)
         model(source, target_in)
-        assert model.attention_backend == name
+        ran = "sdpa" if name == "auto" else name
+        assert model.attention_backend(torch.device("cpu"), torch.float32) == ran
         assert len(calls) == expected
 
 
