@@ -11,7 +11,6 @@ Shapes: B batch, S source, T target, D d_model, V vocabulary, N real target toke
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_pipeline.api import PAD
@@ -19,6 +18,8 @@ from dist_tfm.model.layers import LayerRunner, run_plainly
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.axis import Alone, Axis
 from dist_tfm.parallel.layers import VocabularyShard, enter
+from dist_tfm.training.projected_loss import projected_loss
+from dist_tfm.training.smoothing import Statistics, combine, local_statistics, losses, slopes_
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are held in fp32 at a time (64 MiB): a whole fp32 copy of them would be the largest tensor of a step."""
@@ -26,10 +27,7 @@ CHUNK_ELEMENTS = 1 << 24
 
 class _SmoothedCrossEntropy(torch.autograd.Function):
     """(sum of smoothed losses, sum of nll) from one logsumexp; backward writes softmax minus smoothed target into one
-    buffer of the logits' dtype. Arithmetic in fp32 (float64 stays), a chunk of rows at a time.
-
-    Where the vocabulary is divided, ranks tell each other four numbers a token, and never a score.
-    """
+    buffer of the logits' dtype. Arithmetic in fp32 (float64 stays), a chunk of rows at a time."""
 
     @staticmethod
     def forward(
@@ -39,33 +37,25 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
         targets, here = vocabulary.local(labels)
         partition, target, total = torch.empty((3, *labels.shape), dtype=exact, device=logits.device)
         for rows in _row_chunks(logits):
-            scores = logits[rows].to(exact)
-            partition[rows] = scores.logsumexp(-1)
-            target[rows] = scores.gather(-1, targets[rows, None]).squeeze(-1)
-            total[rows] = scores.sum(-1)
+            found = local_statistics(logits[rows].to(exact), targets[rows])
+            partition[rows], target[rows], total[rows] = found
         if labels.numel():  # all ranks of the axis have the same labels
-            largest = vocabulary.axis.maximum(partition)
-            parts = torch.stack(((partition - largest).exp_(), target.masked_fill_(~here, 0.0), total))
-            partition, target, total = vocabulary.axis.sum(parts)
-            partition = partition.log() + largest
-        nll = partition - target
-        uniform = partition - total / vocabulary.size
+            partition, target, total = combine(Statistics(partition, target, total), here, vocabulary)
+        loss, nll = losses(partition, target, total, smoothing, vocabulary)
         ctx.save_for_backward(logits, targets, here, partition)
-        ctx.smoothing, ctx.vocabulary_size = smoothing, vocabulary.size
+        ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
         nll_sum = nll.sum()
         ctx.mark_non_differentiable(nll_sum)
-        return ((1.0 - smoothing) * nll + smoothing * uniform).sum(), nll_sum
+        return loss.sum(), nll_sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, targets, here, log_partition = ctx.saved_tensors
+        logits, targets, here, partition = ctx.saved_tensors
         result = torch.empty_like(logits)
         for rows in _row_chunks(logits):
-            partition = log_partition[rows, None]
-            slope = (logits[rows].to(partition.dtype) - partition).exp_()
-            slope -= ctx.smoothing / ctx.vocabulary_size
-            slope.scatter_add_(-1, targets[rows, None], here[rows, None].to(slope.dtype) * (ctx.smoothing - 1.0))
-            result[rows] = slope.mul_(grads[0])
+            scores = logits[rows].to(partition.dtype, copy=True)
+            slopes = slopes_(scores, partition[rows], targets[rows], here[rows], ctx.smoothing, ctx.vocabulary)
+            result[rows] = slopes.mul_(grads[0])
         return result, None, None, None
 
 
@@ -90,10 +80,9 @@ def projected_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, D] through the projection weight [high - low, D] to `smoothed_cross_entropy` of labels [N].
 
-    The one place where scores over the vocabulary are made in training.
+    The one place where scores over the vocabulary are made in training: a chunk of rows at a time.
     """
-    logits = F.linear(enter(hidden, vocabulary.axis), weight)
-    return smoothed_cross_entropy(logits, labels, smoothing, vocabulary)
+    return projected_loss(enter(hidden, vocabulary.axis), weight, labels, smoothing, vocabulary)
 
 
 class TranslationLoss(nn.Module):

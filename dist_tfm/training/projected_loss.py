@@ -1,0 +1,96 @@
+"""Projection onto the vocabulary and label-smoothed cross-entropy as one function that never holds all logits.
+
+Rows are taken a chunk at a time: their logits are made, turned into losses and at once into the gradients of hidden
+states and weight, and dropped. The gradients are made in the forward pass, which has the logits anyway; the backward
+pass scales them. (With the logits of N tokens kept, they, their gradient and their fp32 copies are the largest tensors
+of a step: N x V, where this needs N x D and V x D.)
+Shapes: N real target tokens, D d_model, V vocabulary, C rows of a chunk.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dist_tfm.parallel.layers import VocabularyShard
+from dist_tfm.training.smoothing import combine, local_statistics, losses, slopes_
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that are held at a time: 524 rows of a vocabulary of 32,000, all rows of a micro-batch of one of 4,000."""
+
+
+class _ProjectedCrossEntropy(torch.autograd.Function):
+    """(sum of smoothed losses, sum of nll); statistics and the weight's sum over chunks in fp32 (float64 stays)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        smoothing: float,
+        vocabulary: VocabularyShard,
+        differentiate: bool,
+    ) -> tuple[Tensor, Tensor]:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        targets, here = vocabulary.local(labels)
+        chunks = row_chunks(len(labels), vocabulary)
+        sums = torch.zeros(2, dtype=exact, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if differentiate else None
+        # A single chunk's product is the sum itself: no second buffer.
+        many = differentiate and len(chunks) != 1
+        of_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if many else None
+        for rows in chunks:
+            scores = (hidden[rows] @ weight.t()).to(exact)
+            partition, target, total = combine(local_statistics(scores, targets[rows]), here[rows], vocabulary)
+            loss, nll = losses(partition, target, total, smoothing, vocabulary)
+            sums += torch.stack((loss.sum(), nll.sum()))
+            if of_hidden is None:
+                continue
+            slopes = slopes_(scores, partition, targets[rows], here[rows], smoothing, vocabulary).to(hidden.dtype)
+            torch.mm(slopes, weight, out=of_hidden[rows])
+            product = slopes.t() @ hidden[rows]
+            of_weight = product if of_weight is None else of_weight.add_(product)
+        ctx.save_for_backward(of_hidden, of_weight)
+        ctx.dtype = weight.dtype
+        loss_sum, nll_sum = sums[0].clone(), sums[1].clone()
+        ctx.mark_non_differentiable(nll_sum)
+        return loss_sum, nll_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden * grads[0], (of_weight * grads[0]).to(ctx.dtype), None, None, None, None
+
+
+def projected_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, vocabulary: VocabularyShard
+) -> tuple[Tensor, Tensor]:
+    """hidden [N, D], weight [high - low, D], labels [N], none of them a pad: (loss_sum, nll_sum), as
+    `dist_tfm.training.loss.smoothed_cross_entropy` of the logits hidden weight^T.
+
+    Under autocast the products are computed in its dtype, as a linear layer's are. Raises ValueError for a weight that
+    is not that of the shard.
+    """
+    if weight.size(0) != vocabulary.high - vocabulary.low:
+        raise ValueError(
+            f"expected rows of tokens {vocabulary.low} to {vocabulary.high}, found a matrix of {weight.size(0)} rows"
+        )
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast(device, enabled=False):
+        sums = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, labels, smoothing, vocabulary, torch.is_grad_enabled()
+        )
+    return cast(tuple[Tensor, Tensor], sums)
+
+
+def row_chunks(rows: int, vocabulary: VocabularyShard) -> list[slice]:
+    """Cuts rows so that a chunk has about CHUNK_ELEMENTS logits; all ranks of a divided vocabulary, whose shards differ
+    by a token, cut alike, since they exchange statistics chunk by chunk."""
+    size = max(1, CHUNK_ELEMENTS // -(-vocabulary.size // vocabulary.axis.size))
+    return [slice(first, first + size) for first in range(0, rows, size)]
