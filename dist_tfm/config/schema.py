@@ -116,7 +116,9 @@ class TrainConfig:
     seed: int = 1
     validate_every: NotNegative = 1000
     max_skips: Positive = 10  # this many non-finite steps in a row end the run with exit code 3
-    activation_checkpointing: Literal["none", "full"] = "none"
+    activation_checkpointing: Annotated[
+        str, Field(pattern=r"^(none|full|attention|feed_forward|every_[1-9][0-9]{0,3})$")
+    ] = "none"  # what is computed again instead of kept; every_n: each n-th layer; docs/speed.md
     label_smoothing: Probability = 0.1
     ema: Probability = 0.0  # decay of a moving average of the weights, kept in checkpoints; 0: none (the paper)
     init_from: str = ""  # a run directory or checkpoint whose weights a new run starts from

@@ -7,6 +7,7 @@ decides every mask, wherever (on whichever rank or stage, first run or recomputa
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, cast
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention import Attend, KeysValues, MultiHeadAttention
 from dist_tfm.model.feed_forward import feed_forward
-from dist_tfm.model.norm import connection, layer_norm
+from dist_tfm.model.norm import Sublayer, connection, layer_norm
 from dist_tfm.model.positions import rotary_positions
 
 SOURCE_EMBEDDING, TARGET_EMBEDDING, FIRST_LAYER = 0, 1, 2
@@ -30,6 +31,11 @@ class LayerRunner(Protocol):
 def run_plainly(number: int, layer: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """The runner that only calls the layer."""
     return layer(*inputs)
+
+
+def run_sublayer(sublayer: Sublayer, x: Tensor) -> Tensor:
+    """sublayer of x; what runs a layer's feed-forward network unless something else is put in its place."""
+    return sublayer(x)
 
 
 class KeysValuesStore(Protocol):
@@ -57,6 +63,7 @@ class EncoderLayer(nn.Module):
         self.self_attention = MultiHeadAttention(config, attend, rotary_positions(config))
         self.self_attention_norm = layer_norm(config)
         self.feed_forward = feed_forward(config)
+        self.run_feed_forward: Callable[[Sublayer, Tensor], Tensor] = run_sublayer
         self.feed_forward_norm = layer_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -67,7 +74,8 @@ class EncoderLayer(nn.Module):
             return cast(Tensor, self.self_attention(h, h, mask, False))
 
         x = self.connect(x, attention, self.self_attention_norm, self.dropout)
-        return self.connect(x, self.feed_forward, self.feed_forward_norm, self.dropout)
+        feed_forward = partial(self.run_feed_forward, self.feed_forward)
+        return self.connect(x, feed_forward, self.feed_forward_norm, self.dropout)
 
 
 class DecoderLayer(nn.Module):
@@ -85,6 +93,7 @@ class DecoderLayer(nn.Module):
         self.cross_attention = MultiHeadAttention(config, attend)
         self.cross_attention_norm = layer_norm(config)
         self.feed_forward = feed_forward(config)
+        self.run_feed_forward: Callable[[Sublayer, Tensor], Tensor] = run_sublayer
         self.feed_forward_norm = layer_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -125,4 +134,5 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         x = self.connect(x, self_attention, self.self_attention_norm, self.dropout)
         x = self.connect(x, cross_attention, self.cross_attention_norm, self.dropout)
-        return self.connect(x, self.feed_forward, self.feed_forward_norm, self.dropout)
+        feed_forward = partial(self.run_feed_forward, self.feed_forward)
+        return self.connect(x, feed_forward, self.feed_forward_norm, self.dropout)

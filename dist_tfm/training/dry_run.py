@@ -49,7 +49,8 @@ def rehearse(config: Config, topology: Topology) -> int:
         facts = engine.facts
         console.say(
             f"running on {facts.world_size} process(es), {facts.device}, {facts.precision}, ZeRO stage "
-            f"{facts.zero_stage}, attention {facts.attention}"
+            f"{facts.zero_stage}, attention {facts.attention}, activation checkpointing "
+            f"{config.train.activation_checkpointing}"
         )
         for batch in corpus.loader.largest_batches():
             _training_step(engine, batch, config, vocab_size, topology, console)

@@ -29,14 +29,15 @@ class SeededRunner:
     """A `LayerRunner` for one micro-batch of one step: seeds every layer as it starts, so that its dropout is the same
     on any rank, in any order of layers and when recomputed.
 
-    index: the micro-batch's number in the step, -1 for a zero-weight one. checkpointing: encoder and decoder layers
-    keep only their inputs and are computed again in the backward pass, with the same dropout.
+    index: the micro-batch's number in the step, -1 for a zero-weight one. checkpointing: every how many encoder and
+    decoder layers, counted through the whole model, one keeps only its inputs and is computed again in the backward
+    pass, with the same dropout; 0 (or False): none, 1 (or True): all of them.
     """
 
     seed: int
     step: int
     index: int
-    checkpointing: bool
+    checkpointing: int
 
     def __call__(self, number: int, layer: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         layer_seed = mix(self.seed, self.step, self.index, number)
@@ -45,7 +46,7 @@ class SeededRunner:
             seed_everything_for_layer(layer_seed)
             return layer(*tensors)
 
-        if not self.checkpointing or number < FIRST_LAYER:
+        if not self.checkpointing or number < FIRST_LAYER or (number - FIRST_LAYER) % self.checkpointing:
             return seeded(*inputs)
         # No random state needs keeping: the recomputed function seeds itself.
         return cast(Tensor, checkpoint(seeded, *inputs, use_reentrant=False, preserve_rng_state=False))

@@ -46,6 +46,7 @@ from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.optim import parameter_groups
 from dist_tfm.training.progress import Progress
 from dist_tfm.training.randomness import SeededRunner
+from dist_tfm.training.recomputation import recomputation, recompute_inside
 from dist_tfm.training.run_directory import RunDirectory, describe_environment, refuse_changes
 from dist_tfm.training.schedule import rate_function
 from dist_tfm.training.signals import StopRequest
@@ -130,7 +131,8 @@ def build_engine(config: Config, vocab_size: int, topology: Topology, source_voc
     initialize(model, config.train.seed, deep_norm_gain(config.model))
     tensor = topology.axes.tensor
     divide(model, tensor)
-    checkpointing = config.train.activation_checkpointing == "full"
+    recomputed = recomputation(config.train.activation_checkpointing)
+    recompute_inside(model, recomputed.inside)
     return DeepSpeedEngine(
         loss=TranslationLoss(model, config.train.label_smoothing, tensor),
         model=model,
@@ -140,7 +142,7 @@ def build_engine(config: Config, vocab_size: int, topology: Topology, source_voc
         zero_stage=config.parallel.zero_stage,
         topology=topology,
         rate=rate_function(config.schedule, config.model.d_model),
-        runner=lambda step, index: SeededRunner(config.train.seed, step, index, checkpointing),
+        runner=lambda step, index: SeededRunner(config.train.seed, step, index, recomputed.layers),
         ema=config.train.ema,
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_tfm.parallel.topology import Topology
-from tests.distributed import average_cases, cases, checkpoint_cases, tensor_cases
+from tests.distributed import average_cases, cases, checkpoint_cases, recomputation_cases, tensor_cases
 from tests.distributed.build import arranged
 from tests.oracle import Recipe
 
@@ -155,6 +155,9 @@ AVERAGES_LOADED: dict[str, list[tuple[int, Exact, int]]] = {
 TENSOR = {"2": 2, "4": 2}
 """Worlds that have cases of tensor parallelism alone, and over how many ranks."""
 
+RECOMPUTED_STAGES = (3,)
+"""ZeRO stages under which parts of layers are computed again, in world 2: the one whose parameters come and go."""
+
 AFTER = {"3": ("1",), "4": ("3",), "2": ("4",), "1b": ("2",)}
 """Worlds whose checkpoints a world loads."""
 
@@ -182,6 +185,9 @@ def _training_cases(world: str) -> dict[str, Case]:
         for fault in MUTANTS:
             found[fault] = partial(cases.mutant, name=fault, stage=1, recipe=BASE, fault=fault)
         found["linear"] = partial(cases.linear_is_restored, recipe=BASE)
+        recipe = replace(BASE, attention_dropout=0.2, micro_batches=2)
+        for stage in RECOMPUTED_STAGES:
+            found[f"recomputing_stage{stage}"] = partial(recomputation_cases.recomputing, stage=stage, recipe=recipe)
     return found
 
 
