@@ -67,6 +67,7 @@ class DataConfig:
     )
     lanes: Positive = 1  # L, a divisor of M: a rank reads only the lanes it serves; part of the data order
     window_pairs: Positive = 1_000_000  # pairs of a lane planned together
+    packing: bool = False  # train on the sentences of a micro-batch laid end to end, without pads; same micro-batches
     workers: NotNegative = 1  # background threads that make batches ready; 0: made when asked for
     # Damaged shards: stop, or skip what cannot be read, up to a share of all training pairs.
     on_error: Literal["stop", "skip"] = "stop"

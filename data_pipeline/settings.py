@@ -198,6 +198,7 @@ def _expected(fault: Mapping[str, Any]) -> str:
         "union_tag_not_found": "{discriminator}: NAME",
         "unexpected_keyword_argument": "no such key",
         "tuple_type": "a list",
+        "string_pattern_mismatch": "text that matches {pattern}",
         "dataclass_type": "keys with values",
         "model_attributes_type": "a name, or keys with values",
     }.get(fault["type"])

@@ -43,6 +43,11 @@ def check_sections(sections: Mapping[str, Any]) -> None:
         )
     if data.micro_batches % data.lanes:
         faults.append(f"data.lanes: expected a divisor of data.micro_batches={data.micro_batches}, found {data.lanes}")
+    if data.packing and sections["parallel"].pp > 1:
+        faults.append(
+            f"data.packing: expected false with parallel.pp={sections['parallel'].pp} (stages hand padded batches to "
+            "each other), found true"
+        )
     faults += mixture_faults(data)
     faults += location_faults(data)
     faults += layout_faults(model, sections["parallel"])

@@ -85,6 +85,7 @@ class Meter:
     """Keeps the time and tokens since the last line; everything else in a line is that step's own.
 
     flops: training FLOPs of the run so far, over all ranks (kept in checkpoints). corpora: names of those of a mixture.
+    packed: whether batches are trained on without their pads.
     """
 
     def __init__(
@@ -96,9 +97,10 @@ class Meter:
         peak: float,
         flops: int,
         corpora: Sequence[str] = (),
+        packed: bool = False,
     ) -> None:
         self._model, self._vocab_size, self._facts, self._device = model, vocab_size, facts, device
-        self._peak = peak
+        self._peak, self._packed = peak, packed
         self.flops = flops
         self.corpora = corpora
         self._by_corpus = [0] * len(corpora)
@@ -143,7 +145,7 @@ class Meter:
             "source_tokens": counts.sums.source,
             "target_tokens": counts.sums.target,
             "pair_hash": counts.pair_hash,
-            "padding_fraction": counts.padding_fraction,
+            "padding_fraction": 0.0 if self._packed else counts.padding_fraction,
             "skipped_steps": skipped,
             "flops": self.flops,
             "tokens_per_second": self._tokens / seconds,

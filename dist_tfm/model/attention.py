@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention_kernels import ExactBackend, chosen_backend, products_attention, show_blind_rows
+from dist_tfm.model.packed import Lengths, Segments, attend_packed
 from dist_tfm.model.positions import RotaryPositions
 
 BackendName = Literal["auto"] | ExactBackend
@@ -156,27 +157,38 @@ class MultiHeadAttention(nn.Module):
         self.rotary = rotary
         self.dropout = config.attention_dropout
         self.attend = attend
+        self.fused = config.attention in ("auto", "sdpa")  # what a kernel for packed sentences may take the place of
         self.query = nn.Linear(config.d_model, config.heads * config.key_width, bias=False)
         self.key = nn.Linear(config.d_model, config.key_value_heads * config.key_width, bias=False)
         self.value = nn.Linear(config.d_model, config.key_value_heads * config.value_width, bias=False)
         self.output = nn.Linear(config.heads * config.value_width, config.d_model, bias=False)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """Queries from x [B, Tq, D], keys and values from memory [B, Tk, D] (x in self-attention): [B, Tq, D]."""
-        return self.attend_to(x, self.keys_values(memory), mask, causal)
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | Segments | None, causal: bool) -> Tensor:
+        """Queries from x [B, Tq, D], keys and values from memory [B, Tk, D] (x in self-attention): [B, Tq, D].
 
-    def keys_values(self, memory: Tensor, first: int = 0) -> KeysValues:
+        mask: of a packed batch (B = 1), the segments.
+        """
+        queries, keys = mask if isinstance(mask, Segments) else (0, 0)
+        return self.attend_to(x, self.keys_values(memory, keys), mask, causal, queries)
+
+    def keys_values(self, memory: Tensor, first: int | Lengths = 0) -> KeysValues:
         """Keys and values of memory [B, Tk, D] at positions first, ..., which decoding computes once and keeps."""
         keys, values = (_split(part, self.kv_heads) for part in (self.key(memory), self.value(memory)))
         return KeysValues(keys if self.rotary is None else self.rotary.rotate(keys, first), values)
 
-    def attend_to(self, x: Tensor, known: KeysValues, mask: Tensor | None, causal: bool, first: int = 0) -> Tensor:
+    def attend_to(
+        self, x: Tensor, known: KeysValues, mask: Tensor | Segments | None, causal: bool, first: int | Lengths = 0
+    ) -> Tensor:
         """Queries from x [B, Tq, D] at positions first, ... over projected keys and values: [B, Tq, D]."""
         query = _split(self.query(x), self.heads)
         if self.rotary is not None:
             query = self.rotary.rotate(query, first)
         keys, values = (_repeat(part, self.heads // self.kv_heads) for part in known)
-        heads = self.attend(query, keys, values, mask, causal, self.dropout, self.training)
+        if isinstance(mask, Segments):
+            options = causal, self.dropout, self.training
+            heads = attend_packed(self.attend, self.fused, query, keys, values, mask, *options)
+        else:
+            heads = self.attend(query, keys, values, mask, causal, self.dropout, self.training)
         return cast(Tensor, self.output(heads.transpose(1, 2).flatten(2)))
 
 

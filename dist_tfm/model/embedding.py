@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_tfm.config.schema import ModelConfig
+from dist_tfm.model.packed import Lengths
 from dist_tfm.model.positions import input_positions
 
 
@@ -28,7 +29,7 @@ class Embedding(nn.Module):
         self.positions = input_positions(config)
         self.dropout = nn.Dropout(config.input_dropout)
 
-    def forward(self, ids: Tensor, first: int = 0) -> Tensor:
+    def forward(self, ids: Tensor, first: int | Lengths = 0) -> Tensor:
         """ids [B, T] at positions first, first + 1, ... to Dropout(weight[ids] * sqrt(D) + PE), [B, T, D]."""
         tokens = self.look_up(ids) * self.scale
         return cast(Tensor, self.dropout(self.positions.add(tokens, first)))

@@ -8,7 +8,7 @@ decides every mask, wherever (on whichever rank or stage, first run or recomputa
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention import Attend, KeysValues, MultiHeadAttention
 from dist_tfm.model.feed_forward import feed_forward
 from dist_tfm.model.norm import Sublayer, connection, layer_norm
+from dist_tfm.model.packed import Segments
 from dist_tfm.model.positions import rotary_positions
 
 SOURCE_EMBEDDING, TARGET_EMBEDDING, FIRST_LAYER = 0, 1, 2
@@ -25,10 +26,10 @@ SOURCE_EMBEDDING, TARGET_EMBEDDING, FIRST_LAYER = 0, 1, 2
 class LayerRunner(Protocol):
     """Runs layer `number` on its inputs; may seed it, recompute it in the backward pass, or time it."""
 
-    def __call__(self, number: int, layer: Callable[..., Tensor], *inputs: Tensor) -> Tensor: ...
+    def __call__(self, number: int, layer: Callable[..., Tensor], *inputs: Any) -> Tensor: ...
 
 
-def run_plainly(number: int, layer: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def run_plainly(number: int, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """The runner that only calls the layer."""
     return layer(*inputs)
 
@@ -67,8 +68,8 @@ class EncoderLayer(nn.Module):
         self.feed_forward_norm = layer_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x [B, S, D], mask [B, 1, 1, S] of real source tokens: [B, S, D]."""
+    def forward(self, x: Tensor, mask: Tensor | Segments) -> Tensor:
+        """x [B, S, D], mask [B, 1, 1, S] of real source tokens, or the segments of a packed batch: [B, S, D]."""
 
         def attention(h: Tensor) -> Tensor:
             return cast(Tensor, self.self_attention(h, h, mask, False))
@@ -97,14 +98,16 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = layer_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
-        """x [B, T, D], memory [B, S, D] with its mask [B, 1, 1, S]: [B, T, D].
+    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | Segments) -> Tensor:
+        """x [B, T, D], memory [B, S, D] with its mask [B, 1, 1, S], or the segments of a packed batch: [B, T, D].
 
         Target pads stand on the right, where no real position looks: causality alone hides them.
         """
 
+        own = memory_mask.among_queries if isinstance(memory_mask, Segments) else None
+
         def self_attention(h: Tensor) -> Tensor:
-            return cast(Tensor, self.self_attention(h, h, None, True))
+            return cast(Tensor, self.self_attention(h, h, own, True))
 
         def cross_attention(h: Tensor) -> Tensor:
             return cast(Tensor, self.cross_attention(h, memory, memory_mask, False))

@@ -2,7 +2,8 @@
 
 `add(tokens, first)` puts positions into the embedded tokens of a stack's input; `rotate` (in `RotaryPositions`) turns
 the queries and keys of self-attention. Positions count from 0 in each sentence; `first` is that of the first column, so
-that decoding with a cache, whose columns are the newest tokens, sees what training saw.
+that decoding with a cache, whose columns are the newest tokens, sees what training saw. For a packed batch it is the
+`Lengths` of its sentences, in each of which positions begin anew.
 Shapes: B batch, H heads, T positions, D d_model, Dk width of a head's queries and keys.
 """
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_tfm.config.schema import ModelConfig
+from dist_tfm.model.packed import Lengths
 
 Table = Callable[[int, int, torch.device | None], Tensor]
 
@@ -21,7 +23,7 @@ Table = Callable[[int, int, torch.device | None], Tensor]
 class Positions(Protocol):
     """What is added to embedded tokens."""
 
-    def add(self, tokens: Tensor, first: int) -> Tensor:
+    def add(self, tokens: Tensor, first: int | Lengths) -> Tensor:
         """tokens [B, T, D] at positions first, first + 1, ...: the same with what tells their positions."""
         ...
 
@@ -74,8 +76,10 @@ class SinusoidalPositions:
             self._table = self._make(length, self._d_model, like.device)
         return self._table[first : first + count].to(like.dtype)
 
-    def add(self, tokens: Tensor, first: int) -> Tensor:
+    def add(self, tokens: Tensor, first: int | Lengths) -> Tensor:
         """tokens [B, T, D] plus the rows of their positions."""
+        if isinstance(first, Lengths):
+            return tokens + self.rows(0, first.longest, tokens)[first.positions]
         return tokens + self.rows(first, tokens.size(1), tokens)
 
 
@@ -90,21 +94,21 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.max_positions, config.d_model))
         nn.init.normal_(self.weight, std=config.d_model**-0.5)
 
-    def add(self, tokens: Tensor, first: int) -> Tensor:
+    def add(self, tokens: Tensor, first: int | Lengths) -> Tensor:
         """tokens [B, T, D] plus the vectors of their positions. Raises ValueError beyond the last one."""
-        last = first + tokens.size(1)
+        last = first.longest if isinstance(first, Lengths) else first + tokens.size(1)
         if last > self.weight.size(0):
             raise ValueError(
                 f"expected at most model.max_positions={self.weight.size(0)} positions, found {last}: learned "
                 "positions end there; cut the input, or train with a larger model.max_positions"
             )
-        return tokens + self.weight[first:last]
+        return tokens + (self.weight[first.positions] if isinstance(first, Lengths) else self.weight[first:last])
 
 
 class NoPositions:
     """Adds nothing: attention knows the positions."""
 
-    def add(self, tokens: Tensor, first: int) -> Tensor:
+    def add(self, tokens: Tensor, first: int | Lengths) -> Tensor:
         """tokens as they are."""
         return tokens
 
@@ -121,13 +125,14 @@ class RotaryPositions:
         self._width = width
         self._cos = self._sin = torch.empty(0, width // 2, device="cpu")
 
-    def rotate(self, x: Tensor, first: int) -> Tensor:
+    def rotate(self, x: Tensor, first: int | Lengths) -> Tensor:
         """x [B, H, T, Dk] at positions first, first + 1, ...: turned, in x's dtype, computed in fp32."""
-        last = first + x.size(2)
+        last = first.longest if isinstance(first, Lengths) else first + x.size(2)
         if self._cos.size(0) < last or self._cos.device != x.device:
             self._fill(grown(max(self._cos.size(0), last)), x.device)
         exact = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = self._cos[first:last].to(exact), self._sin[first:last].to(exact)
+        rows = first.positions if isinstance(first, Lengths) else slice(first, last)
+        cos, sin = self._cos[rows].to(exact), self._sin[rows].to(exact)
         even, odd = x[..., 0::2].to(exact), x[..., 1::2].to(exact)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         return turned.flatten(-2).to(x.dtype)

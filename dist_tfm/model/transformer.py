@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from data_pipeline.api import PAD
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention import Attend, KeysValues, attention_kernel, kernel_name, padding_mask
-from dist_tfm.model.attention_kernels import ExactBackend, chosen_backend
+from dist_tfm.model.attention_kernels import chosen_backend
 from dist_tfm.model.embedding import Embedding
 from dist_tfm.model.layers import (
     FIRST_LAYER,
@@ -26,6 +26,7 @@ from dist_tfm.model.layers import (
     run_plainly,
 )
 from dist_tfm.model.norm import final_norm
+from dist_tfm.model.packed import Segments, varlen_kernel_runs
 
 
 class Encoder(nn.Module):
@@ -36,8 +37,8 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(config, attend) for _ in range(config.encoder_layers))
         self.norm = final_norm(config)
 
-    def forward(self, x: Tensor, mask: Tensor, run: LayerRunner) -> Tensor:
-        """x [B, S, D], mask [B, 1, 1, S]: [B, S, D]."""
+    def forward(self, x: Tensor, mask: Tensor | Segments, run: LayerRunner) -> Tensor:
+        """x [B, S, D], mask [B, 1, 1, S] or segments: [B, S, D]."""
         for number, layer in enumerate(self.layers, FIRST_LAYER):
             x = run(number, layer, x, mask)
         return x if self.norm is None else self.norm(x)
@@ -52,8 +53,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, attend) for _ in range(config.decoder_layers))
         self.norm = final_norm(config)
 
-    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor, run: LayerRunner) -> Tensor:
-        """x [B, T, D], memory [B, S, D], memory_mask [B, 1, 1, S]: [B, T, D]."""
+    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | Segments, run: LayerRunner) -> Tensor:
+        """x [B, T, D], memory [B, S, D], memory_mask [B, 1, 1, S] or segments: [B, T, D]."""
         for number, layer in enumerate(self.layers, self.first_number):
             x = run(number, layer, x, memory, memory_mask)
         return x if self.norm is None else self.norm(x)
@@ -96,6 +97,7 @@ class Transformer(nn.Module):
                 "target tokens"
             )
         self._attend = attention_kernel(config.attention)
+        self.packed = False  # whether training lays sentences end to end: set it before an engine is built
         self.config = config
         self.vocab_size = vocab_size
         self.embedding = Embedding(config, vocab_size)
@@ -104,10 +106,16 @@ class Transformer(nn.Module):
         self.encoder = Encoder(config, self._attend)
         self.decoder = Decoder(config, self._attend)
 
-    def attention_backend(self, device: torch.device, dtype: torch.dtype) -> ExactBackend:
-        """Name of the attention kernel that the layers run for queries of this dtype on this device."""
-        name = kernel_name(self._attend)
-        return chosen_backend(device, dtype) if name == "auto" else name
+    def attention_backend(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Name of the attention kernel that training runs for queries of this dtype on this device; `varlen` is torch's
+        for packed batches, `packed-NAME` the kernel NAME run for each run of equal sentences of one."""
+        config, name = self.config, kernel_name(self._attend)
+        exact = chosen_backend(device, dtype) if name == "auto" else name
+        if not self.packed:
+            return exact
+        widths, fused = (config.key_width, config.value_width), name in ("auto", "sdpa")
+        runs = fused and varlen_kernel_runs(device, dtype, widths, config.attention_dropout)
+        return "varlen" if runs else f"packed-{exact}"
 
     @property
     def output_weight(self) -> Tensor:
@@ -120,9 +128,25 @@ class Transformer(nn.Module):
         """Positions that there are on each side, EOS and BOS included; None: any number."""
         return self.config.max_positions if self.config.positions == "learned" else None
 
-    def forward(self, source: Tensor, target_in: Tensor, run: LayerRunner = run_plainly) -> Tensor:
-        """source [B, S], target_in [B, T] (BOS first): hidden states [B, T, D], which `logits` turns into scores."""
-        return self.decode(target_in, self.encode(source, run), self.source_mask(source), run)
+    def forward(
+        self,
+        source: Tensor,
+        target_in: Tensor,
+        run: LayerRunner = run_plainly,
+        segments: Segments | None = None,
+    ) -> Tensor:
+        """source [B, S], target_in [B, T] (BOS first): hidden states [B, T, D], which `logits` turns into scores.
+
+        segments: of a packed batch (`dist_tfm.model.packed.pack`), where B is 1 and no position holds a pad.
+        """
+        if segments is None:
+            return self.decode(target_in, self.encode(source, run), self.source_mask(source), run)
+        x = run(SOURCE_EMBEDDING, self.source_embedding or self.embedding, source, segments.keys)
+        memory = self.encoder(x, segments.among_keys, run)
+        hidden: Tensor = self.decoder(
+            run(TARGET_EMBEDDING, self.embedding, target_in, segments.queries), memory, segments, run
+        )
+        return hidden
 
     def source_mask(self, source: Tensor) -> Tensor:
         """source [B, S]: True where a token is real, [B, 1, 1, S]."""

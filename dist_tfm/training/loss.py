@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from data_pipeline.api import PAD
 from dist_tfm.model.layers import LayerRunner, run_plainly
+from dist_tfm.model.packed import pack
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.axis import Alone, Axis
 from dist_tfm.parallel.layers import VocabularyShard, enter
@@ -103,11 +104,15 @@ class TranslationLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """source [B, S], target_in [B, T], labels [B, T] (int64): (loss_sum, nll_sum) over labels that are not PAD.
 
-        nll_sum is detached and unsmoothed. Without any real label loss_sum is exactly 0 and so is every gradient.
+        Where model.packed is set, the sentences are laid end to end first: the sums are the same. nll_sum is detached
+        and unsmoothed. Without any real label loss_sum is exactly 0 and so is every gradient.
         """
-        # Before the model is launched: on a GPU `nonzero` waits for the device, which costs least here.
+        # Before the model is launched: on a GPU `pack` and `nonzero` wait for the device, which costs least here.
+        segments = None
+        if self.model.packed:
+            source, target_in, labels, segments = pack(source, target_in, labels, PAD)
         real = (labels.flatten() != PAD).nonzero().squeeze(-1)
-        hidden: Tensor = self.model(source, target_in, run)
+        hidden: Tensor = self.model(source, target_in, run, segments)
         return projected_cross_entropy(
             hidden.flatten(0, 1).index_select(0, real),
             self.model.output_weight,

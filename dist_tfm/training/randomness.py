@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,10 +39,10 @@ class SeededRunner:
     index: int
     checkpointing: int
 
-    def __call__(self, number: int, layer: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def __call__(self, number: int, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
         layer_seed = mix(self.seed, self.step, self.index, number)
 
-        def seeded(*tensors: Tensor) -> Tensor:
+        def seeded(*tensors: Any) -> Tensor:
             seed_everything_for_layer(layer_seed)
             return layer(*tensors)
 

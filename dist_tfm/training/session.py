@@ -131,6 +131,7 @@ def build_engine(config: Config, vocab_size: int, topology: Topology, source_voc
     initialize(model, config.train.seed, deep_norm_gain(config.model))
     tensor = topology.axes.tensor
     divide(model, tensor)
+    model.packed = config.data.packing
     recomputed = recomputation(config.train.activation_checkpointing)
     recompute_inside(model, recomputed.inside)
     return DeepSpeedEngine(
@@ -281,7 +282,16 @@ def _build_trainer(
     dtype = torch.float32 if engine.facts.precision == "fp32" else torch.bfloat16
     peak = topology.world.sum_floats([peak_flops(topology.device, dtype)])[0]
     names = [corpus.name for corpus in config.data.corpora]
-    meter = Meter(config.model, corpus.tokenizer.sizes[0], engine.facts, topology.device, peak, progress.flops, names)
+    meter = Meter(
+        config.model,
+        corpus.tokenizer.sizes[0],
+        engine.facts,
+        topology.device,
+        peak,
+        progress.flops,
+        names,
+        config.data.packing,
+    )
     validator = Validator(
         engine,
         corpus.held_out,
