@@ -64,6 +64,15 @@ def check_world(config: Config, world_size: int, local_world_size: int) -> None:
         raise ConfigError(f"{fault}, or take the nearest valid combination, {nearest}")
 
 
+def check_device(config: Config, device: str) -> None:
+    """Raises ConfigError unless a device of this kind (cpu, cuda) can train as the configuration says."""
+    if config.precision.dtype == "fp16" and device != "cuda":
+        raise ConfigError(
+            f"precision.dtype: fp16 trains on GPUs only, found launch.device {device}: use bf16, which needs no loss "
+            "scale, or fp32"
+        )
+
+
 def describe(parallel: ParallelConfig) -> str:
     """A combination as a user gives it."""
     return f"parallel.tp={parallel.tp} parallel.pp={parallel.pp} parallel.zero_stage={parallel.zero_stage}"

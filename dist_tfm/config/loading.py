@@ -16,9 +16,10 @@ from dist_tfm.config.schema import Config, DataConfig, DecodeConfig, ModelConfig
 
 SECTIONS: Mapping[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
 
-MAY_CHANGE = (
-    frozenset(f"train.{key}" for key in ("steps", "run_dir", "validate_every", "max_skips", "activation_checkpointing"))
-    | {"data.workers", "data.prepare_workers", "data.expected_pairs"}
+MAY_CHANGE = frozenset(
+    {f"train.{key}" for key in ("steps", "run_dir", "validate_every", "max_skips")}
+    | {f"train.{key}" for key in ("activation_checkpointing", "compile")}
+    | {f"data.{key}" for key in ("workers", "prepare_workers", "expected_pairs")}
     | {f"data.{key}" for key in ("cache", "cache_gigabytes", "on_error", "most_skipped")}
 )
 MAY_CHANGE_SECTIONS = frozenset({"parallel", "checkpoint", "log", "decode", "launch"})
@@ -43,11 +44,7 @@ def check_sections(sections: Mapping[str, Any]) -> None:
         )
     if data.micro_batches % data.lanes:
         faults.append(f"data.lanes: expected a divisor of data.micro_batches={data.micro_batches}, found {data.lanes}")
-    if data.packing and sections["parallel"].pp > 1:
-        faults.append(
-            f"data.packing: expected false with parallel.pp={sections['parallel'].pp} (stages hand padded batches to "
-            "each other), found true"
-        )
+    faults += _speed_faults(sections)
     faults += mixture_faults(data)
     faults += location_faults(data)
     faults += layout_faults(model, sections["parallel"])
@@ -65,6 +62,33 @@ def check_sections(sections: Mapping[str, Any]) -> None:
         )
     if faults:
         raise faults_error(faults)
+
+
+def _speed_faults(sections: Mapping[str, Any]) -> list[str]:
+    """Faults of what makes training faster, together with how it is divided over processes."""
+    data, train, parallel, precision = (sections[name] for name in ("data", "train", "parallel", "precision"))
+    faults = []
+    if data.packing and parallel.pp > 1:
+        faults.append(
+            f"data.packing: expected false with parallel.pp={parallel.pp} (stages hand padded batches to each other), "
+            "found true"
+        )
+    if precision.dtype == "fp16" and parallel.zero_stage == 0:
+        faults.append(
+            "precision.dtype: fp16 needs the loss scale that ZeRO's optimizers keep, found parallel.zero_stage=0; set "
+            "it to 1, or use bf16"
+        )
+    unlike = {
+        f"parallel.tp={parallel.tp}": parallel.tp > 1,
+        f"parallel.pp={parallel.pp}": parallel.pp > 1,
+        "data.packing=true": data.packing,
+        f"train.activation_checkpointing={train.activation_checkpointing}": (
+            train.activation_checkpointing in ("attention", "feed_forward")
+        ),
+    }
+    if train.compile and (found := [key for key, present in unlike.items() if present]):
+        faults.append(f"train.compile: expected false with {' and '.join(found)} (they break its graphs), found true")
+    return faults
 
 
 def _model_faults(model: ModelConfig, data: DataConfig) -> list[str]:

@@ -119,6 +119,7 @@ class TrainConfig:
     activation_checkpointing: Annotated[
         str, Field(pattern=r"^(none|full|attention|feed_forward|every_[1-9][0-9]{0,3})$")
     ] = "none"  # what is computed again instead of kept; every_n: each n-th layer; docs/speed.md
+    compile: bool = False  # whether layers are compiled by torch.compile: minutes at the start of every run
     label_smoothing: Probability = 0.1
     ema: Probability = 0.0  # decay of a moving average of the weights, kept in checkpoints; 0: none (the paper)
     init_from: str = ""  # a run directory or checkpoint whose weights a new run starts from
@@ -138,11 +139,13 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Section `precision`. bf16: fp32 master weights and accumulation (stages 1 to 3), autocast at stage 0."""
+    """Section `precision`. bf16: fp32 master weights and accumulation (stages 1 to 3), autocast at stage 0. fp16: the
+    same with a loss scale that finds itself, on GPUs, at stages 1 to 3."""
 
     __pydantic_config__ = SECTION
 
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    matmul: Literal["highest", "high", "medium"] = "highest"  # products of fp32 matrices: how exact; docs/speed.md
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class EngineFacts:
     """What really runs, read back from the built engine: it goes into every line of metrics.jsonl."""
 
     attention: str
-    precision: str  # "fp32", "bf16" (fp32 master weights) or "bf16-autocast" (ZeRO stage 0)
+    precision: str  # "fp32", "bf16" and "fp16" (fp32 master weights) or "bf16-autocast" (ZeRO stage 0)
     zero_stage: int
     world_size: int  # processes, of which tensor_parallel x pipeline_parallel hold one replica of the model
     tensor_parallel: int

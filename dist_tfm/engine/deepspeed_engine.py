@@ -87,7 +87,7 @@ class DeepSpeedEngine:
         self._linear = nn.functional.linear
         adam = _build_adam(groups, optim, zero_stage, rate(1), topology)
         config = deepspeed_config(zero_stage, precision, optim)
-        rounds = precision.dtype == "bf16" and zero_stage > 0
+        rounds = precision.dtype != "fp32" and zero_stage > 0
         exact = {tag_of(p).name: p.detach().clone() for p in model.parameters()} if rounds else None
         unit = ModelParallelUnit(topology) if topology.axes.model.size > 1 else None
         if unit is not None:
@@ -99,7 +99,7 @@ class DeepSpeedEngine:
             self._engine.enable_backward_allreduce = False  # it would copy every gradient to reduce nothing
         create_state(self._engine)
         if exact is not None:
-            # DeepSpeed makes fp32 masters from weights that it has rounded to bf16 before.
+            # DeepSpeed makes fp32 masters from weights that it has rounded before.
             set_masters(list_fragments(self._engine, 0, 1, divide=False), exact)
             refresh_weights(self._engine)
         self._average = MovingAverage(flat_tensors(self._engine), ema) if ema else None
@@ -230,8 +230,9 @@ def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[None]:
 def _read_facts(engine: Any, model: Transformer, topology: Topology) -> EngineFacts:
     dtypes = {p.dtype for p in model.parameters()}
     masters = {fragment.views["fp32"].dtype for fragment in list_fragments(engine, 0, 1, divide=False)}
-    if dtypes == {torch.bfloat16} and masters <= {torch.float32}:
-        precision = "bf16"
+    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(next(iter(dtypes)))
+    if half and len(dtypes) == 1 and masters <= {torch.float32}:
+        precision = half
     elif dtypes == {torch.float32} and engine.torch_autocast_enabled():
         precision = "bf16-autocast" if engine.torch_autocast_dtype() == torch.bfloat16 else "autocast"
     elif dtypes == {torch.float32}:

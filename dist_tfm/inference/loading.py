@@ -14,7 +14,7 @@ from dist_tfm.errors import InputError
 from dist_tfm.inference.packing import packed_where_possible
 from dist_tfm.model.transformer import Transformer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What precision.dtype means for a model that only decodes."""
 
 

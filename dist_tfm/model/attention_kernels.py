@@ -36,11 +36,13 @@ def show_blind_rows(visible: Tensor) -> tuple[Tensor, Tensor | None]:
     return visible | blind, blind
 
 
-def products_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout: float) -> Tensor:
+def products_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout: float, training: bool
+) -> Tensor:
     """softmax(q k^T / sqrt(d_k)) v in the inputs' dtype, with the statistics of the softmax in fp32.
 
     visible: boolean, broadcast to [B, H, Tq, Tk], or None: everything; it is added to the scores as 0 or -inf, in
-    place, so that nothing of their size is made or kept for it. dropout: probability, acting on the probabilities.
+    place, so that nothing of their size is made or kept for it. `dropout` acts on probabilities, only if `training`.
     """
     blind = None
     with torch.autocast(query.device.type, enabled=False):  # it would put the softmax into fp32, at twice the memory
@@ -48,6 +50,6 @@ def products_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tenso
         if visible is not None:
             visible, blind = show_blind_rows(visible)
             scores += scores.new_zeros(visible.shape).masked_fill_(~visible, -math.inf)
-        probabilities = F.dropout(scores.softmax(-1), dropout, dropout > 0)
+        probabilities = F.dropout(scores.softmax(-1), dropout, training)
         output = torch.matmul(probabilities, value)
     return output if blind is None else output.masked_fill(blind, 0.0)

@@ -93,25 +93,27 @@ def _training_step(
         dataclasses.replace(batch, index=index) if index < count else zero_weight_batch()
         for index in range(rank, -(-count // size) * size, size)
     ]
-    seconds = 0.0
+    seconds: list[float] = []
     for step in (1, 2):
         topology.world.barrier()
         started = time.perf_counter()
         result = engine.train_batch(mine, step, count * batch.target_tokens)
         if topology.device.type == "cuda":
             torch.cuda.synchronize(topology.device)
-        seconds = time.perf_counter() - started
-        if not result.applied:
+        seconds.append(time.perf_counter() - started)
+        if not result.applied and config.precision.dtype != "fp16":  # whose loss scale is being looked for
             raise RunError("the loss or gradient of the largest training batch is not finite at initialisation")
     tokens = count * (batch.source_tokens + batch.target_tokens)
     dtype = torch.float32 if engine.facts.precision == "fp32" else torch.bfloat16
     peak = topology.world.sum_floats([peak_flops(topology.device, dtype)])[0]
-    share = training_flops(config.model, vocab_size, length_sums([batch] * count)) / seconds / peak
+    share = training_flops(config.model, vocab_size, length_sums([batch] * count)) / seconds[1] / peak
     pairs, width = batch.source.shape
     console.say(
         f"largest training step: {count} micro-batches of {pairs} pairs, {width} source and {batch.labels.shape[1]} "
-        f"target positions: {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s, MFU {share:.1%}"
+        f"target positions: {seconds[1]:.2f} s, {tokens / seconds[1]:,.0f} tokens/s, MFU {share:.1%}"
     )
+    if config.train.compile:
+        console.say(f"the first such step, which compiles what is not compiled yet, took {seconds[0]:.2f} s")
     if (ranks := topology.axes.tensor.size) > 1:
         _say_traffic(engine, batch, config, ranks, console)
 

@@ -11,6 +11,7 @@ Shapes: B batch, S source, T target, D d_model, V vocabulary, N real target toke
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_pipeline.api import PAD
@@ -81,9 +82,13 @@ def projected_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, D] through the projection weight [high - low, D] to `smoothed_cross_entropy` of labels [N].
 
-    The one place where scores over the vocabulary are made in training: a chunk of rows at a time.
+    The one place where scores over the vocabulary are made in training: a chunk of rows at a time, but in fp16, where
+    the gradients of an unscaled loss, which that computes, would vanish.
     """
-    return projected_loss(enter(hidden, vocabulary.axis), weight, labels, smoothing, vocabulary)
+    entered = enter(hidden, vocabulary.axis)
+    if hidden.dtype == torch.float16:
+        return smoothed_cross_entropy(F.linear(entered, weight), labels, smoothing, vocabulary)
+    return projected_loss(entered, weight, labels, smoothing, vocabulary)
 
 
 class TranslationLoss(nn.Module):

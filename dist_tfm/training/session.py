@@ -17,7 +17,7 @@ from dist_tfm.checkpoint.manager import CheckpointManager
 from dist_tfm.checkpoint.restore import load_weights_only, read_counters
 from dist_tfm.checkpoint.snapshots import SnapshotStore
 from dist_tfm.checkpoint.weights import find_checkpoint
-from dist_tfm.config.layout import check_world
+from dist_tfm.config.layout import check_device, check_world
 from dist_tfm.config.loading import config_from_yaml, config_to_yaml, differences, read_config
 from dist_tfm.config.schema import Config, LaunchConfig
 from dist_tfm.engine.base import Engine
@@ -40,6 +40,7 @@ from dist_tfm.parallel.attempt import note_stopped
 from dist_tfm.parallel.collectives import first_rank_alone, together
 from dist_tfm.parallel.plan import divide
 from dist_tfm.parallel.topology import Topology
+from dist_tfm.training.compilation import compile_layers
 from dist_tfm.training.corpus import Corpus, open_corpus
 from dist_tfm.training.loop import Instruments, Intervals, Savers, Trainer
 from dist_tfm.training.loss import TranslationLoss
@@ -120,6 +121,7 @@ def agree_on_configuration(config: Config, topology: Topology, fault: ConfigErro
     together(topology.world, "comparing configurations", compare)
     sizes = topology.ranks.world_size, topology.ranks.local_world_size
     together(topology.world, "laying out the processes", lambda: check_world(config, *sizes))
+    together(topology.world, "looking at the device", lambda: check_device(config, topology.device.type))
 
 
 def build_engine(config: Config, vocab_size: int, topology: Topology, source_vocab_size: int | None = None) -> Engine:
@@ -127,6 +129,7 @@ def build_engine(config: Config, vocab_size: int, topology: Topology, source_voc
 
     vocab_size: of the target; source_vocab_size: if the source has a vocabulary of its own.
     """
+    torch.set_float32_matmul_precision(config.precision.matmul)
     model = Transformer(config.model, vocab_size, source_vocab_size)
     initialize(model, config.train.seed, deep_norm_gain(config.model))
     tensor = topology.axes.tensor
@@ -134,6 +137,8 @@ def build_engine(config: Config, vocab_size: int, topology: Topology, source_voc
     model.packed = config.data.packing
     recomputed = recomputation(config.train.activation_checkpointing)
     recompute_inside(model, recomputed.inside)
+    if config.train.compile:
+        compile_layers(model, topology.device)
     return DeepSpeedEngine(
         loss=TranslationLoss(model, config.train.label_smoothing, tensor),
         model=model,

@@ -34,6 +34,38 @@ def test_bf16_trains_validates_and_resumes(stage: int, tmp_path: Path) -> None:
     assert all(line["memory_bytes"] > 0 for line in read_metrics(tmp_path / "whole", timings=True) if "loss" in line)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_finds_its_loss_scale_and_trains(stage: int, tmp_path: Path) -> None:
+    config = small_project(tmp_path)
+    common = ("--config", str(config), "--launch.device=cuda", "--precision.dtype=fp16", "--log.every_steps=1")
+    done = run_job(
+        train_command(1, *common, f"--parallel.zero_stage={stage}", "--train.steps=60", f"--train.run_dir={tmp_path}/r")
+    )
+    assert done.returncode == 0, done.stdout
+    lines = training_lines(tmp_path / "r")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+    assert {line["precision"] for line in lines} == {"fp16"}
+    assert lines[-1]["skipped_steps"] <= 5
+
+
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.1])
+def test_packed_sentences_train_like_padded_ones(attention_dropout: float, tmp_path: Path) -> None:
+    """Without attention dropout by torch's kernel for varying lengths; the heads are as wide as it wants them."""
+    config = small_project(tmp_path)
+    common = ("--config", str(config), "--launch.device=cuda", "--precision.dtype=bf16", "--log.every_steps=1")
+    common = (*common, "--model.dropout=0", f"--model.attention_dropout={attention_dropout}", "--train.steps=10")
+    losses, kernels = [], []
+    for packing in ("false", "true"):
+        run = tmp_path / packing
+        done = run_job(train_command(1, *common, f"--data.packing={packing}", f"--train.run_dir={run}"))
+        assert done.returncode == 0, done.stdout
+        lines = training_lines(run)
+        losses.append([line["loss"] for line in lines])
+        kernels.append(lines[0]["attention"])
+    assert kernels == ["sdpa", "packed-sdpa" if attention_dropout else "varlen"]
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3 if attention_dropout == 0 else 5e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_attention_equals_the_reference_on_a_gpu(dtype: torch.dtype) -> None:
     from dist_tfm.model.attention import attend_reference, attend_sdpa

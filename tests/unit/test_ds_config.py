@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from dist_tfm.config.schema import OptimConfig, PrecisionConfig
+from dist_tfm.config.layout import check_device
+from dist_tfm.config.loading import SECTIONS, check_sections
+from dist_tfm.config.schema import Config, OptimConfig, ParallelConfig, PrecisionConfig
 from dist_tfm.engine.ds_config import deepspeed_config
 from dist_tfm.engine.guarded_adam import GuardedAdam
+from dist_tfm.errors import ConfigError
 from dist_tfm.training.optim import parameter_groups
 
-FP32, BF16 = PrecisionConfig(dtype="fp32"), PrecisionConfig(dtype="bf16")
+FP32, BF16, FP16 = (PrecisionConfig(dtype=dtype) for dtype in ("fp32", "bf16", "fp16"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -41,6 +44,33 @@ def test_bf16_accumulates_and_communicates_in_fp32(stage: int) -> None:
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     assert config["communication_data_type"] == "fp32"
     assert "torch_autocast" not in config
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_finds_its_loss_scale_and_accumulates_in_fp32(stage: int) -> None:
+    config = deepspeed_config(stage, FP16, OptimConfig())
+    assert config["fp16"]["enabled"] is True
+    assert config["fp16"]["loss_scale"] == 0, "0 is DeepSpeed's word for a dynamic one"
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["communication_data_type"] == "fp32"
+    assert not {"bf16", "torch_autocast"} & set(config)
+
+
+def test_fp16_has_no_loss_scale_at_stage_0() -> None:
+    with pytest.raises(ValueError, match="from 1 to 3 for fp16"):
+        deepspeed_config(0, FP16, OptimConfig())
+
+
+def test_fp16_is_refused_on_a_cpu_and_at_stage_0() -> None:
+    config = Config(precision=FP16)
+    check_device(config, "cuda")
+    check_device(Config(precision=BF16), "cpu")
+    with pytest.raises(ConfigError, match=r"fp16 trains on GPUs only, found launch\.device cpu"):
+        check_device(config, "cpu")
+    sections = {name: section() for name, section in SECTIONS.items()} | {"precision": FP16}
+    check_sections(sections)
+    with pytest.raises(ConfigError, match=r"fp16 needs the loss scale .* found parallel\.zero_stage=0"):
+        check_sections(sections | {"parallel": ParallelConfig(zero_stage=0)})
 
 
 def test_bf16_at_stage_0_is_autocast_with_gradients_in_fp32() -> None:

@@ -64,7 +64,7 @@ def test_two_misspelt_keys_and_two_wrong_values_are_named_together(tmp_path: Pat
     assert "modle.dropout: unknown key" in text
     assert "nearest known key is model.dropout" in text
     assert "model.dropout: expected less than 1, found '1.5', set on the command line" in text
-    assert "precision.dtype: expected 'fp32' or 'bf16', found 'fp8'" in text
+    assert "precision.dtype: expected 'fp32', 'bf16' or 'fp16', found 'fp8'" in text
     assert str(file) in text
 
 
@@ -241,7 +241,8 @@ def test_what_may_change_on_resume_and_what_may_not() -> None:
         CONFIGS / "tiny.yaml",
         *("--train.steps=9", "--train.validate_every=1", "--train.max_skips=2", "--data.workers=0"),
         *("--parallel.zero_stage=3", "--checkpoint.keep=7", "--log.every_steps=3", "--decode.show=0"),
-        *("--launch.threads=1", "--train.activation_checkpointing=full", "--train.run_dir=elsewhere"),
+        *("--launch.threads=1", "--train.activation_checkpointing=every_2", "--train.run_dir=elsewhere"),
+        *("--train.compile=true",),
     )
     assert forbidden_changes(saved, free) == []
     bound = load(CONFIGS / "tiny.yaml", "--train.seed=99", "--model.dropout=0.35", "--data.batch_tokens=77")
