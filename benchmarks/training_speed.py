@@ -13,7 +13,7 @@ from data_pipeline.prepared import PreparedData
 from dist_tfm.config.schema import Config
 from dist_tfm.engine.base import Engine
 from dist_tfm.errors import RunError
-from dist_tfm.metrics.flops import measured_gemm_peak, training_flops
+from dist_tfm.metrics.flops import measured_gemm_peak, model_flops_utilisation, training_flops
 from dist_tfm.metrics.meter import StepCounts, global_counts, local_counts, peak_memory_bytes
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.session import build_engine
@@ -48,7 +48,7 @@ def measure_training(
             seconds, counts = train_chunk(engine, loader, first, min(chunk, chunk + steps + 1 - first))
             flops = sum(training_flops(config.model, vocabulary, c.sums) for c in counts)
             speeds.append(sum(c.sums.source + c.sums.target for c in counts) / seconds)
-            shares.append(flops / seconds / peaks[-1])
+            shares.append(model_flops_utilisation(flops, seconds, peaks[-1]))
             trained += counts
     share, tokens = statistics.median(shares), sum(c.sums.source + c.sums.target for c in trained)
     recorder.add(f"dist_tfm-{dtype}", statistics.median(speeds), "tokens/s", peak_fraction=share)

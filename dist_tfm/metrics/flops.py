@@ -68,6 +68,15 @@ def training_flops(model: ModelConfig, vocab_size: int, sums: LengthSums) -> int
     return 3 * forward_flops(model, vocab_size, sums)
 
 
+def model_flops_utilisation(flops: float, seconds: float, peak: float) -> float:
+    """MFU (Chowdhery et al. 2022, "PaLM", appendix B): the model's own FLOPs a second over the device's peak.
+
+    flops: `training_flops`, so neither padding nor what activation checkpointing computes again counts; peak: of all
+    devices that worked on them (`peak_flops`), in FLOP/s.
+    """
+    return flops / seconds / peak
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s that utilisation is measured against: the data sheet's of a known GPU, else a measured large product's."""
     if device.type == "cuda":

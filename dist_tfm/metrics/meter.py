@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from data_pipeline.api import Batch
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.engine.base import EngineFacts, StepResult
-from dist_tfm.metrics.flops import LengthSums, length_sums, training_flops
+from dist_tfm.metrics.flops import LengthSums, length_sums, model_flops_utilisation, training_flops
 
 DIGEST_MASK = 2**53 - 1
 """Digests keep 53 bits, so that every reader of JSON gets them exactly."""
@@ -150,7 +150,7 @@ class Meter:
             "flops": self.flops,
             "tokens_per_second": self._tokens / seconds,
             "data_wait_fraction": self._waited / seconds,
-            "mfu": self._window_flops / seconds / self._peak,
+            "mfu": model_flops_utilisation(self._window_flops, seconds, self._peak),
             "memory_bytes": memory_bytes(self._device),
             "world_size": self._facts.world_size,
             "tensor_parallel": self._facts.tensor_parallel,

@@ -17,7 +17,7 @@ from data_pipeline.remote import is_remote
 from dist_tfm.config.schema import Config
 from dist_tfm.engine.base import Engine
 from dist_tfm.errors import RunError
-from dist_tfm.metrics.flops import length_sums, peak_flops, training_flops
+from dist_tfm.metrics.flops import length_sums, model_flops_utilisation, peak_flops, training_flops
 from dist_tfm.metrics.meter import peak_memory_bytes
 from dist_tfm.metrics.writers import Console
 from dist_tfm.model.counting import parameter_counts
@@ -106,7 +106,8 @@ def _training_step(
     tokens = count * (batch.source_tokens + batch.target_tokens)
     dtype = torch.float32 if engine.facts.precision == "fp32" else torch.bfloat16
     peak = topology.world.sum_floats([peak_flops(topology.device, dtype)])[0]
-    share = training_flops(config.model, vocab_size, length_sums([batch] * count)) / seconds[1] / peak
+    flops = training_flops(config.model, vocab_size, length_sums([batch] * count))
+    share = model_flops_utilisation(flops, seconds[1], peak)
     pairs, width = batch.source.shape
     console.say(
         f"largest training step: {count} micro-batches of {pairs} pairs, {width} source and {batch.labels.shape[1]} "

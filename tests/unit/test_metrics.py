@@ -9,12 +9,24 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_pipeline.api import Batch, zero_weight_batch
+from data_pipeline.api import Batch, Position, zero_weight_batch
 from dist_tfm.config.schema import ModelConfig
-from dist_tfm.metrics.flops import forward_flops, length_sums, measured_gemm_peak, training_flops
-from dist_tfm.metrics.meter import global_counts, local_counts
+from dist_tfm.engine.base import EngineFacts, LossSums, StepResult
+from dist_tfm.metrics.flops import (
+    forward_flops,
+    length_sums,
+    measured_gemm_peak,
+    model_flops_utilisation,
+    training_flops,
+)
+from dist_tfm.metrics.meter import Meter, global_counts, local_counts
 from dist_tfm.metrics.writers import JsonLinesWriter, TensorBoardWriter, cut_back, finite, last_step
 from dist_tfm.model.transformer import Transformer
+from dist_tfm.training.loss import TranslationLoss
+from dist_tfm.training.progress import Progress
+from dist_tfm.training.randomness import SeededRunner
+from dist_tfm.training.recomputation import recomputation, recompute_inside
+from tests.batches import VOCABULARY, make_batch
 
 
 def batch(pairs: int, source: int, target: int, first_id: int = 0) -> Batch:
@@ -83,6 +95,47 @@ def test_flops_equal_the_count_of_torchs_own_counter(config: ModelConfig) -> Non
         model.logits(model(torch.from_numpy(data.source), torch.from_numpy(data.target_in))).sum().backward()
     # The first products' inputs, embeddings, take a gradient too: nothing is left out of the backward pass.
     assert training_flops(config, 50, length_sums([data])) == counter.get_total_flops() == 3 * expected
+
+
+@pytest.mark.parametrize("recomputed", ["none", "attention", "full"])
+def test_a_packed_training_step_runs_the_flops_that_are_counted(recomputed: str) -> None:
+    """Sentences of different lengths, through the loss: torch's counter sees the products of real tokens and no other,
+    and more of them only where activations are computed again."""
+    sizes = {"encoder_layers": 2, "decoder_layers": 1, "d_model": 32, "d_ff": 48, "heads": 4, "dropout": 0.0}
+    config = ModelConfig(**sizes, attention="matmul")  # type: ignore[arg-type]
+    data = make_batch(np.random.default_rng(3), [5, 1, 9, 9], index=0)
+    model = Transformer(config, vocab_size=VOCABULARY)
+    model.packed = True
+    asked = recomputation(recomputed)
+    recompute_inside(model, asked.inside)
+    inputs = (torch.from_numpy(array) for array in (data.source, data.target_in, data.labels))
+    with FlopCounterMode(display=False) as counter:
+        TranslationLoss(model, 0.1)(*inputs, SeededRunner(1, 1, 0, asked.layers))[0].backward()
+    flops = training_flops(config, VOCABULARY, length_sums([data]))
+    if recomputed == "none":
+        assert counter.get_total_flops() == flops
+    else:
+        assert flops < counter.get_total_flops() < 4 / 3 * flops
+
+
+def test_utilisation_is_the_models_share_of_the_peak_and_flops_add_up() -> None:
+    assert model_flops_utilisation(6e12, 3.0, 4e12) == 0.5
+    config, facts = ModelConfig(d_model=32, d_ff=48, heads=4), EngineFacts("sdpa", "fp32", 1, 1, 1, 1, "cpu")
+    peak = 1e12
+    meter = Meter(config, 50, facts, torch.device("cpu"), peak, flops=1000)
+    parts = [batch(2, 4, 3), batch(3, 5, 2)]
+    result = StepResult(LossSums(1.0, 1.0, 6), 1.0, True, 0.1)
+    for part in parts:
+        meter.begin_step()
+        meter.data_ready()
+        meter.end_step(global_counts(local_counts([part])))
+    line = meter.line(2, 1, 1.0, 1.0, result, global_counts(local_counts(parts[1:])), 0)
+    flops = training_flops(config, 50, length_sums(parts))
+    assert line["flops"] == meter.flops == 1000 + flops
+    tokens = sum(part.source_tokens + part.target_tokens for part in parts)
+    seconds = tokens / line["tokens_per_second"]
+    assert line["mfu"] == pytest.approx(model_flops_utilisation(flops, seconds, peak))
+    assert Progress().after_step(Position(), True, meter.flops).to_json()["flops"] == meter.flops
 
 
 def test_counts_add_up_over_ranks_and_tell_pairs_apart() -> None:
