@@ -37,6 +37,8 @@ format: install
 
 bench: install
 	$(BIN)/python benchmarks/loader_throughput.py --json benchmarks/results/loader_throughput.json
+	$(BIN)/python benchmarks/loader_peers.py --setup
+	$(BIN)/python benchmarks/loader_peers.py --json benchmarks/results/loader_peers.json
 	$(BIN)/python benchmarks/plan_quality.py --json benchmarks/results/plan_quality.json
 	$(BIN)/python benchmarks/train_throughput.py --json benchmarks/results/train_throughput.json
 	$(BIN)/python benchmarks/decode_throughput.py --setup

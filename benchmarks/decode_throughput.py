@@ -35,7 +35,7 @@ from benchmarks.harness import (
     say,
     start_recording,
 )
-from benchmarks.peers import PACKAGES, Peer, set_up
+from benchmarks.peers import Peer, set_up
 from data_pipeline.command_line import parse_command_line
 from data_pipeline.prepare import prepare
 from data_pipeline.prepared import open_prepared
@@ -54,8 +54,8 @@ PEER, WORKER = "huggingface", "marian_worker.py"
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_common_options(parser)
-    parser.add_argument("--setup", action="store_true", help="only make the peers' environments (takes the network)")
-    parser.add_argument("--against", choices=tuple(PACKAGES), help="measure this peer beside ours")
+    parser.add_argument("--setup", action="store_true", help="only make the peer's environment (takes the network)")
+    parser.add_argument("--against", choices=(PEER,), help="measure this peer beside ours")
     parser.add_argument("--rounds", type=positive, metavar="N", help="measurements of each (default 3)")
     parser.add_argument("--beams", type=positive, nargs="+", default=(1, 4), metavar="N", help="default: 1 and 4")
     parser.add_argument("--batches", type=positive, nargs="+", default=(1, 32), metavar="N", help="default: 1 and 32")
@@ -68,8 +68,7 @@ def main(argv: Sequence[str]) -> int:
         SCRIPT, DESCRIPTION, SECTIONS, "configs/tiny.yaml", argv, add_options=_add_options, check=check_sections
     )
     if options.setup:
-        for peer in PACKAGES:
-            set_up(peer)
+        set_up(PEER)
         return 0
     keep_freed_memory()  # as translate.py does
     # Seconds of imports, which --help does not wait for.

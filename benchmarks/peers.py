@@ -19,14 +19,25 @@ from benchmarks.harness import ROOT, say
 from dist_tfm.errors import ConfigError, RunError
 
 FOLDER = ROOT / ".venv-peers"
-PACKAGES = {"huggingface": ("transformers==5.24.0",)}
+NO_OTHERS = "--no-deps"
+PACKAGES = {
+    "huggingface": ("transformers==5.24.0",),
+    # An older numpy than ours, and of its many requirements those that reading local files takes.
+    "mds": (
+        NO_OTHERS,
+        *("mosaicml-streaming==0.13.0", "numpy==2.1.3", "transformers==4.57.6", "tokenizers==0.22.2"),
+        *("huggingface-hub==0.36.2", "requests==2.32.5", "certifi", "charset-normalizer", "urllib3"),
+        *("catalogue==2.0.10", "brotli==1.2.1", "python-snappy==0.7.3", "cramjam==2.14.0", "zstd==1.5.7.2"),
+    ),
+}
 """What each peer is made of, beside what this environment holds."""
 
 
 def set_up(peer: str) -> None:
     """Makes the environment of a peer, or finishes one that was begun. Raises RunError if a package cannot be had.
 
-    constraints.txt holds there too, so that no package replaces the torch that both sides must share.
+    constraints.txt holds there too, so that no package replaces the torch that both sides must share; where all
+    packages are listed, none is replaced that is not.
     """
     folder = FOLDER / peer
     say(f"setting up {folder.relative_to(ROOT)}: {' '.join(PACKAGES[peer])}")
@@ -35,7 +46,9 @@ def set_up(peer: str) -> None:
     packages = next(folder.glob("lib/python*/site-packages"))
     (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     command = [str(_interpreter(peer)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--constraint", str(ROOT / "constraints.txt"), *PACKAGES[peer]])
+    if NO_OTHERS not in PACKAGES[peer]:
+        command += ["--constraint", str(ROOT / "constraints.txt")]
+    done = subprocess.run([*command, *PACKAGES[peer]])
     if done.returncode:
         raise RunError(f"the packages of {peer} could not be installed (pip ended with {done.returncode}): see above")
 
