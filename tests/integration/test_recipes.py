@@ -1,5 +1,6 @@
 """The data sections of the bundled recipes, as they are, over small local files of the formats that they name."""
 
+import gzip
 import itertools
 import json
 from dataclasses import replace
@@ -126,6 +127,31 @@ def test_the_paracrawl_recipe_streams_and_cleans(hub: Path) -> None:
     found = texts_of(prepared.train, prepared)
     assert len({pair[0] for pair in found}) == len(found) == report["kept"]
     assert not Path("shards/.work").exists()
+
+
+def test_the_nllb_recipe_reads_columns_in_the_order_of_its_release(hub: Path) -> None:
+    """Score, German, English; the best scores first. A cut line and a quotation mark are text like any other."""
+    pairs = list(read_pairs(*map(resolve, ("embedded:swmsg_ende/train.en.xz", "embedded:swmsg_ende/train.de.xz"))))
+    rows = [*pairs[:300], pairs[400], ("Only 3 of them", "Nur 4 davon"), ("the same", "the same"), pairs[0]]
+    rows.append(('an "unclosed mark', "ein „offenes Zeichen"))
+    table = "".join(f"{1.25 - i / 1000}\t{target}\t{source}\n" for i, (source, target) in enumerate(rows))
+    with gzip.open("de-en.bitextf.tsv.gz", "wt", encoding="utf-8") as file:
+        file.write(table)
+    data = load_sections("nllb_ende", [], SECTIONS)["data"]
+    assert data.train_source == "tsv:http://data.statmt.org/cc-matrix/de-en.bitextf.tsv.gz#3"
+    assert data.train_target == data.train_source.replace("#3", "#2")
+    url = f"tsv:file://{Path.cwd()}/de-en.bitextf.tsv.gz"
+    overrides = [("data.train_source", f"{url}#3"), ("data.train_target", f"{url}#2")]
+    _, prepared, said = prepare_recipe("nllb_ende", *overrides)
+    assert "fetched 305 pairs" in said
+    report = json.loads(Path("shards/report.json").read_bytes())["train"]
+    assert report["read"] == 305
+    assert report["rejected"]["held_out"] == report["rejected"]["identical"] == 1
+    assert report["rejected"]["digits"] >= 1
+    assert report["rejected"]["duplicates"] >= 1
+    found = texts_of(prepared.train, prepared)
+    assert ('an "unclosed mark', "ein „offenes Zeichen") in found, "English is the source"
+    assert len(found) == report["kept"]
 
 
 def test_separate_vocabularies_are_prepared_and_need_two_matrices(tmp_path: Path) -> None:
