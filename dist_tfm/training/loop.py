@@ -121,7 +121,7 @@ class Trainer:
         if unreadable and batches is not None:
             batches = agree_on_damage(self._group, self._loader, batches, self._console)
             counts, _, _ = self._sum(batches, None)
-        if batches is not None and not counts.sums.target:
+        if batches is not None and not stopping and not counts.sums.target:
             raise nothing_left(self.progress.step + 1)
         return batches, counts, stopping
 
