@@ -28,11 +28,11 @@ from dist_tfm.metrics.flops import length_sums, measured_gemm_peak, training_flo
 from dist_tfm.model.initialization import initialize
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.topology import Topology
+from dist_tfm.training.building import build_engine
 from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.optim import parameter_groups
 from dist_tfm.training.randomness import SeededRunner
 from dist_tfm.training.schedule import rate_function
-from dist_tfm.training.session import build_engine
 
 Precision = Literal["fp32", "bf16", "bf16-autocast"]
 

@@ -16,7 +16,7 @@ from dist_tfm.errors import RunError
 from dist_tfm.metrics.flops import measured_gemm_peak, model_flops_utilisation, training_flops
 from dist_tfm.metrics.meter import StepCounts, global_counts, local_counts, peak_memory_bytes
 from dist_tfm.parallel.topology import Topology
-from dist_tfm.training.session import build_engine
+from dist_tfm.training.building import build_engine
 
 
 def measure_training(

@@ -61,7 +61,7 @@ train: {{steps: 20, run_dir: {folder}/run, validate_every: 10}}
 checkpoint: {{every_steps: 5}}
 log: {{every_steps: 1}}
 decode: {{valid_sentences: 8, show: 1, max_extra: 5}}
-launch: {{device: cpu, threads: 1, timeout: 120}}
+launch: {{device: cpu, threads: 1, hang_timeout: 120}}
 """
     )
     return config

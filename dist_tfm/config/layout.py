@@ -30,8 +30,6 @@ def layout_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
             f"found {parallel.tp}"
         )
     layers = model.encoder_layers + model.decoder_layers
-    if parallel.pp > 1:
-        faults.append(f"parallel.pp: expected 1 (this version has no pipeline parallelism), found {parallel.pp}")
     if parallel.pp > layers:
         faults.append(f"parallel.pp: expected at most one stage for each of the {layers} layers, found {parallel.pp}")
     highest = highest_zero_stage(parallel)
@@ -100,6 +98,7 @@ def _nearest(
 def _valid(model: ModelConfig, world_size: int | None, local_world_size: int | None) -> Iterator[tuple[int, int]]:
     """Every valid (tp, pp), on any number of processes where that is not given."""
     shards = math.gcd(_divisible(model), local_world_size or 0)  # gcd(n, 0) = n
+    stages = range(1, model.encoder_layers + model.decoder_layers + 1)
     for tp in range(1, shards + 1):
         if shards % tp == 0:
-            yield from ((tp, pp) for pp in range(1, 2) if world_size is None or world_size % (tp * pp) == 0)
+            yield from ((tp, pp) for pp in stages if world_size is None or world_size % (tp * pp) == 0)

@@ -78,6 +78,11 @@ def _speed_faults(sections: Mapping[str, Any]) -> list[str]:
             "precision.dtype: fp16 needs the loss scale that ZeRO's optimizers keep, found parallel.zero_stage=0; set "
             "it to 1, or use bf16"
         )
+    if precision.dtype == "fp16" and parallel.pp > 1:
+        faults.append(
+            f"precision.dtype: expected bf16 or fp32 with parallel.pp={parallel.pp} (each stage would keep a loss scale "
+            "of its own), found fp16"
+        )
     unlike = {
         f"parallel.tp={parallel.tp}": parallel.tp > 1,
         f"parallel.pp={parallel.pp}": parallel.pp > 1,

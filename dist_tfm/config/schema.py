@@ -203,8 +203,8 @@ class LaunchConfig:
     threads: Annotated[int, Field(ge=0, le=4096)] = (
         0  # of one process on a CPU; 0: the machine's cores divided by its local ranks
     )
-    timeout: Annotated[int, Field(ge=1, le=10_000_000)] = (
-        1800  # seconds after which a collective that a rank does not join ends the job
+    hang_timeout: Annotated[int, Field(ge=1, le=10_000_000)] = (
+        1800  # seconds after which a rank that the others wait for, but do not hear of, ends the job
     )
 
 

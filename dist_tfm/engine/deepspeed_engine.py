@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from data_pipeline.api import Batch
 from dist_tfm.config.schema import OptimConfig, PrecisionConfig
-from dist_tfm.engine.base import EngineFacts, Fragment, LossSums, StepResult, to_device
+from dist_tfm.engine.base import EngineFacts, Fragment, LossSums, StepResult
 from dist_tfm.engine.ds_config import deepspeed_config
 from dist_tfm.engine.fragments import (
+    accumulated_gradient,
     base_optimizer,
     create_state,
     flat_tensors,
@@ -35,8 +36,8 @@ from dist_tfm.engine.gathering import check_fit, gather_module
 from dist_tfm.engine.guarded_adam import GuardedAdam
 from dist_tfm.engine.model_parallel import ModelParallelUnit, mark_counted
 from dist_tfm.engine.moving_average import MovingAverage
+from dist_tfm.engine.passes import Computation, Passes
 from dist_tfm.errors import RunError
-from dist_tfm.model.layers import LayerRunner, run_plainly
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.tags import tag_of, tag_parameters
 from dist_tfm.parallel.topology import Topology
@@ -44,19 +45,16 @@ from dist_tfm.parallel.topology import Topology
 Rate = Callable[[int], float]
 """Learning rate of an optimizer update, counted from 1."""
 
-RunnerFactory = Callable[[int, int], LayerRunner]
-"""(step, index of the micro-batch) to what runs that micro-batch's layers, seeding each one's dropout."""
-
 
 class DeepSpeedEngine:
     """Implements `dist_tfm.engine.base.Engine`. Build it on every rank with the same weights; then use it collectively.
 
-    model: whole, or divided over topology.axes.tensor (`parallel.plan.divide`).
-    loss: called as loss(source [B, S], target_in [B, T], labels [B, T], run), gives (loss_sum, nll_sum), the first of
-        which is differentiated. It holds `model` and no other parameter.
+    model: whole, or the part of this rank's tensor shard (`parallel.plan.divide`) and pipeline stage
+        (`parallel.stages.cut_stage`).
+    loss: what `passes` takes micro-batches through. It holds `model` and no other parameter.
     groups: the optimizer's parameter groups, each with a `name` and its `weight_decay`.
     rate: learning rate by update; it is set by hand before each update, there is no other schedule.
-    runner: makes the layer runner of a training micro-batch.
+    passes: how the micro-batches of a step go forward and backward, and what comes out.
     ema: decay of a moving average of the master weights; 0 keeps none.
 
     Raises RunError where what DeepSpeed built is not what was asked for.
@@ -72,17 +70,16 @@ class DeepSpeedEngine:
         zero_stage: int,
         topology: Topology,
         rate: Rate,
-        runner: RunnerFactory,
+        passes: Passes,
         ema: float = 0.0,
     ) -> None:
         deepspeed = import_deepspeed(topology.device)
         self.updates = 0
         self._loss, self._model, self._topology = loss, model, topology
-        self._rate, self._runner = rate, runner
+        self._rate, self._passes = rate, passes
         tag_parameters(model)
         loss.to(topology.device)
         self._partitioned = zero_stage == 3
-        self._divided = self._partitioned or topology.axes.tensor.size > 1
         # ZeRO-3 replaces this function in the whole process; close() then puts it back.
         self._linear = nn.functional.linear
         adam = _build_adam(groups, optim, zero_stage, rate(1), topology)
@@ -110,18 +107,12 @@ class DeepSpeedEngine:
         """See `Engine.train_batch`. Every rank gives the same number of micro-batches and the same token count."""
         if global_target_tokens < 1 or not micro_batches:
             raise ValueError(f"expected micro-batches with target tokens, found {global_target_tokens} tokens")
-        engine, device = self._engine, self._topology.device
+        engine = self._engine
         if not self._loss.training:
             self._loss.train()
         # Where DeepSpeed averages over ranks (stage 3) the factor undoes it.
         scale = (self._topology.data.size if engine.gradient_average else 1) / global_target_tokens
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        for batch in micro_batches:
-            loss_sum, nll_sum = engine(*to_device(batch, device), self._runner(step, batch.index))
-            detached = loss_sum.detach()
-            # Zero, or NaN where the loss is not finite: the gradient becomes so too, and all ranks skip the update.
-            engine.backward(loss_sum * (scale + detached * 0.0))
-            sums += torch.stack((detached, nll_sum.detach())).double()
+        sums = self._passes.train(self._computation(), micro_batches, step, scale)
         learning_rate = self._rate(self.updates + 1)
         for group in base_optimizer(engine).param_groups:
             group["lr"] = learning_rate
@@ -145,14 +136,25 @@ class DeepSpeedEngine:
         self._loss.eval()
         try:
             with torch.no_grad():
-                loss, nll = self._engine(*to_device(batch, self._topology.device), run_plainly)
+                loss, nll = self._passes.evaluate(self._computation(), batch)
         finally:
             self._loss.train(training)
-        return self._reported(float(loss), float(nll), batch.target_tokens)
+        return self._reported(loss, nll, batch.target_tokens)
+
+    def _computation(self) -> Computation:
+        engine = self._engine
+        return Computation(
+            forward=engine,
+            backward=engine.backward,
+            gradient=lambda parameter: accumulated_gradient(engine, parameter),
+            device=self._topology.device,
+        )
 
     def _reported(self, loss: float, nll: float, target_tokens: int) -> LossSums:
-        """Sums that add up over all ranks: those that divide one layer have the same loss, and the first tells it."""
-        if self._topology.axes.tensor.rank > 0:
+        """Sums that add up over all ranks: the last pipeline stage computes the loss, all ranks that divide its layers
+        have the same one, and the first of them tells it."""
+        axes = self._topology.axes
+        if axes.tensor.rank > 0 or axes.pipe.rank < axes.pipe.size - 1:
             return LossSums(loss=0.0, nll=0.0, target_tokens=0)
         return LossSums(loss=loss, nll=nll, target_tokens=target_tokens)
 
@@ -182,14 +184,14 @@ class DeepSpeedEngine:
             refresh_weights(self._engine)
 
     def plain_module(self) -> Transformer:
-        """See `Engine.plain_module`. Where this rank holds all weights (stages 0 to 2, no tensor parallelism) it is the
+        """See `Engine.plain_module`. Where this rank holds all weights (stages 0 to 2, no model parallelism) it is the
         trained module itself, put into evaluation mode until the next training step; else a copy, gathered tensor by
         tensor, that lives as long as the caller holds it."""
-        if not self._divided:
+        if not self._partitioned and self._topology.axes.model.size == 1:
             self._loss.eval()
             return self._model
         check_fit(self._model, self._topology)
-        return gather_module(self._model, self._topology.axes.tensor, self._opened)
+        return gather_module(self._model, self._topology, self._opened)
 
     def close(self) -> None:
         """See `Engine.close`. Puts back what ZeRO-3 replaced in torch; safe to call twice."""

@@ -51,6 +51,22 @@ def set_step(engine: Any, updates: int) -> None:
         state[flat]["step"].fill_(updates)
 
 
+def accumulated_gradient(engine: Any, parameter: Tensor) -> Tensor:
+    """Where the gradients of a parameter have been added up since the last step, in fp32 or the parameter's dtype; what
+    is written there is what the next step takes. Stages 0 and 1. Raises ValueError where no backward pass has come by.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "bf16_groups"):
+        gradient = getattr(parameter, "_hp_grad", None)
+    elif hasattr(optimizer, "get_gradient_for_reduction"):
+        gradient = optimizer.get_gradient_for_reduction(parameter)
+    else:
+        gradient = parameter.grad
+    if gradient is None:
+        raise ValueError(f"expected a gradient of {tag_of(parameter).name}, found none: no backward pass has come by")
+    return cast(Tensor, gradient)
+
+
 def set_masters(fragments: Sequence[Fragment], weights: Mapping[str, Tensor]) -> None:
     """Copies this rank's local weights, by canonical name, into the master weights that it holds of them."""
     for fragment in fragments:

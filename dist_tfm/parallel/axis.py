@@ -38,6 +38,10 @@ class Axis(Protocol):
         """Every rank's tensor, in the order of the axis; all have one shape and dtype."""
         ...
 
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """`tensor` (contiguous) with what rank `source` of the axis has in it."""
+        ...
+
 
 class Alone:
     """An axis of length one: nothing travels."""
@@ -60,6 +64,9 @@ class Alone:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        return tensor
 
 
 class ProcessAxis:
@@ -85,6 +92,10 @@ class ProcessAxis:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return parts
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        dist.broadcast(tensor, self.members[source], group=self._group)
+        return tensor
 
     def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         # A copy: autograd may hand one gradient to two consumers.

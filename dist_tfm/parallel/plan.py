@@ -1,7 +1,7 @@
 """How the Transformer is divided over tensor-parallel ranks: the name of a module says how it is divided.
 
-The model knows nothing of it: the plan takes a built, initialised model and puts divided layers into the places of
-whole ones. Dividing comes before any cutting into pipeline stages.
+The model knows nothing of it: the plan takes a built, initialised model, or a pipeline stage cut from one, and puts
+divided layers into the places of whole ones.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +22,7 @@ from dist_tfm.parallel.layers import (
     column_parallel,
     keep_replica,
 )
+from dist_tfm.parallel.stages import Elsewhere
 from dist_tfm.parallel.tags import tag_parameters
 
 
@@ -81,7 +82,8 @@ REPLICATED = ("norm", "_norm")
 
 
 def divide(model: Transformer, axis: Axis) -> None:
-    """Divides a whole model in place over `axis`; every parameter is tagged with what it is of the whole one.
+    """Divides a model in place over `axis`, or what a pipeline stage has of it; every parameter is tagged with what it
+    is of the whole one.
 
     Nothing changes where the axis has one rank. Raises ValueError for a number of heads or a d_ff that the ranks do
     not divide, and for a parameter that the plan does not know: divided wrongly, a model trains on and is wrong.
@@ -90,6 +92,8 @@ def divide(model: Transformer, axis: Axis) -> None:
     if axis.size == 1:
         return
     for path, module in list(model.named_modules()):
+        if isinstance(module, Elsewhere):
+            continue
         if (rule := PLAN.get(path.rpartition(".")[2])) is not None:
             model.set_submodule(path, rule(module, axis))
         elif path.endswith(REPLICATED):

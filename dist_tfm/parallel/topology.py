@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -14,7 +14,7 @@ from dist_tfm.errors import ConfigError, RunError
 from dist_tfm.parallel.axis import Alone, Axis, ProcessAxis
 from dist_tfm.parallel.collectives import Group, ProcessGroup, SingleProcess
 from dist_tfm.parallel.environment import Ranks
-from dist_tfm.parallel.grid import AxisName, Grid
+from dist_tfm.parallel.grid import AxisName, Grid, Place
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ def start(ranks: Ranks, launch: LaunchConfig, report: Callable[[str], None] | No
 
     report: takes a line for the user, on rank 0 only (default: standard error).
     All processes are replicas until `arrange` lays them out. Raises ConfigError for a device that this host has not;
-    RunError if the other processes were not met in launch.timeout seconds. Call `shutdown` at the end.
+    RunError if the other processes were not met in launch.hang_timeout seconds. Call `shutdown` at the end.
     """
     device = choose_device(launch.device, ranks, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     _set_variables(ranks, device)
-    timeout = timedelta(seconds=launch.timeout)
+    timeout = timedelta(seconds=launch.hang_timeout)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -101,15 +101,31 @@ def arrange(topology: Topology, parallel: ParallelConfig, launch: LaunchConfig) 
     if parallel.tp == parallel.pp == 1:
         return topology
     grid = Grid.of(topology.ranks.world_size, parallel.tp, parallel.pp)
-    timeout = timedelta(seconds=launch.timeout)
+    timeout = timedelta(seconds=launch.hang_timeout)
+
+    def row(axis: AxisName) -> ProcessAxis:
+        return _row(topology, grid.rows(axis), timeout)
+
     # DeepSpeed wants a group of the replicas also where there is one.
-    data = _row(topology, grid, "data", timeout)
-    model = _row(topology, grid, "model", timeout)
+    data, model = row("data"), row("model")
     alone = Alone(topology.ranks.rank)
-    tensor = alone if grid.tp == 1 else model if grid.pp == 1 else _row(topology, grid, "tensor", timeout)
-    pipe = alone if grid.pp == 1 else model if grid.tp == 1 else _row(topology, grid, "pipe", timeout)
+    tensor = alone if grid.tp == 1 else model if grid.pp == 1 else row("tensor")
+    pipe = alone if grid.pp == 1 else model if grid.tp == 1 else row("pipe")
     control = ProcessGroup(data.group) if data.size > 1 else SingleProcess()
     return replace(topology, data=control, axes=Axes(tensor=tensor, pipe=pipe, model=model, data=data))
+
+
+def stages_axis(topology: Topology, stages: Sequence[int], launch: LaunchConfig) -> Axis | None:
+    """The ranks of these pipeline stages, of all replicas, with this rank's place among tensor shards; None on the
+    ranks of other stages. Collective over the world."""
+    grid, rank = topology.grid, topology.ranks.rank
+    rows = [
+        [grid.rank(Place(pipe, data, tensor)) for pipe in stages for data in range(grid.dp)]
+        for tensor in range(grid.tp)
+    ]
+    others = sorted(set(range(grid.size)).difference(*rows))
+    axis = _row(topology, [*rows, *([others] if others else [])], timedelta(seconds=launch.hang_timeout))
+    return None if rank in others else axis
 
 
 def shutdown() -> None:
@@ -182,10 +198,10 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta) -> Group:
     return ProcessGroup(control)
 
 
-def _row(topology: Topology, grid: Grid, axis: AxisName, timeout: timedelta) -> ProcessAxis:
-    """Makes the groups of all rows along an axis, in one order on every rank, and returns this rank's."""
+def _row(topology: Topology, rows: Sequence[Sequence[int]], timeout: timedelta) -> ProcessAxis:
+    """Makes the groups of all `rows` of ranks, in one order on every rank, and returns this rank's."""
     mine: ProcessAxis | None = None
-    for members in grid.rows(axis):
+    for members in rows:
         group = dist.new_group(members, backend=topology.backend, timeout=timeout)
         if topology.ranks.rank in members:
             assert group is not None  # a member of the group gets it

@@ -1,8 +1,9 @@
-"""How many bytes tensor parallelism sends, in closed form."""
+"""How many bytes tensor and pipeline parallelism send, in closed form."""
 
 from typing import NamedTuple
 
 from dist_tfm.config.schema import ModelConfig
+from dist_tfm.parallel.partition import StagePlan
 
 
 class TensorTraffic(NamedTuple):
@@ -39,3 +40,14 @@ def tensor_traffic(
         loss=16 * labels,
         backward=row * ((2 * encoder + decoder) * source_cells + 3 * decoder * target_cells + labels),
     )
+
+
+def pipeline_traffic(plan: StagePlan, source_cells: int, target_cells: int, item_bytes: int) -> list[int]:
+    """Bytes that a micro-batch sends across each cut of a pipeline, forward; as many come back as gradients.
+
+    With S = source_cells, T = target_cells, D = d_model and b = item_bytes of a hidden state: b D S across a cut in the
+    encoder or at its end, b D (S + T) across one in the decoder.
+    """
+    cells = {"source": source_cells, "target": target_cells}
+    row = item_bytes * plan.model.d_model
+    return [row * sum(cells[side] for side in plan.sent(stage)) for stage in range(plan.last)]

@@ -23,9 +23,10 @@ from dist_tfm.metrics.writers import Console
 from dist_tfm.model.counting import parameter_counts
 from dist_tfm.parallel.collectives import together
 from dist_tfm.parallel.topology import Topology
-from dist_tfm.parallel.traffic import tensor_traffic
+from dist_tfm.parallel.traffic import pipeline_traffic, tensor_traffic
+from dist_tfm.training.building import build_engine, describe_layout, stage_plan
 from dist_tfm.training.corpus import open_corpus
-from dist_tfm.training.session import build_engine, prepare_shards
+from dist_tfm.training.session import prepare_shards
 
 MIB = 1 << 20
 
@@ -43,6 +44,8 @@ def rehearse(config: Config, topology: Topology) -> int:
         counts = parameter_counts(config.model, *corpus.tokenizer.sizes)
         console.say(f"parameters: {sum(counts.values()):,}")
         console.say(corpus.description)
+        for line in describe_layout(config, corpus.tokenizer.sizes[0], topology):
+            console.say(line)
         vocab_size, source_vocab_size = corpus.tokenizer.sizes
         engine = build_engine(config, vocab_size, topology, source_vocab_size)
         stack.callback(engine.close)
@@ -115,23 +118,28 @@ def _training_step(
     )
     if config.train.compile:
         console.say(f"the first such step, which compiles what is not compiled yet, took {seconds[0]:.2f} s")
-    if (ranks := topology.axes.tensor.size) > 1:
-        _say_traffic(engine, batch, config, ranks, console)
+    _say_traffic(engine, batch, config, vocab_size, console)
 
 
-def _say_traffic(engine: Engine, batch: Batch, config: Config, ranks: int, console: Console) -> None:
-    item_bytes = 2 if engine.facts.precision == "bf16" else 4  # autocast: some activations have 2
-    traffic = tensor_traffic(config.model, batch.source.size, batch.labels.size, batch.target_tokens, item_bytes)
-    console.say(
-        f"tensor parallelism: {ranks} ranks add up {traffic.total / MIB:,.1f} MiB for this micro-batch (forward "
-        f"{traffic.forward / MIB:,.1f}, loss {traffic.loss / MIB:,.1f}, backward {traffic.backward / MIB:,.1f})"
-    )
+def _say_traffic(engine: Engine, batch: Batch, config: Config, vocab_size: int, console: Console) -> None:
+    item_bytes = 2 if engine.facts.precision == "bf16" else 4  # autocast: some of a layer's activations have 2
+    source, target = batch.source.size, batch.labels.size
+    if (ranks := engine.facts.tensor_parallel) > 1:
+        traffic = tensor_traffic(config.model, source, target, batch.target_tokens, item_bytes)
+        console.say(
+            f"tensor parallelism: {ranks} ranks add up {traffic.total / MIB:,.1f} MiB for this micro-batch (forward "
+            f"{traffic.forward / MIB:,.1f}, loss {traffic.loss / MIB:,.1f}, backward {traffic.backward / MIB:,.1f})"
+        )
+    if (plan := stage_plan(config, vocab_size)) is not None:
+        cuts = ", ".join(f"{sent / MIB:,.1f}" for sent in pipeline_traffic(plan, source, target, item_bytes))
+        console.say(f"pipeline: {cuts} MiB cross its cuts forward for this micro-batch, and as many backward")
 
 
 def _validation_batch(engine: Engine, batch: Batch, topology: Topology, console: Console) -> None:
     topology.world.barrier()
     started = time.perf_counter()
     engine.evaluate(batch)
+    topology.world.barrier()  # the first pipeline stage is done long before the last
     seconds = time.perf_counter() - started
     pairs, width = batch.source.shape
     console.say(

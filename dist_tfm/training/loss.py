@@ -20,6 +20,7 @@ from dist_tfm.model.packed import pack
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.axis import Alone, Axis
 from dist_tfm.parallel.layers import VocabularyShard, enter
+from dist_tfm.parallel.stages import Stage
 from dist_tfm.training.projected_loss import projected_loss
 from dist_tfm.training.smoothing import Statistics, combine, local_statistics, losses, slopes_
 
@@ -116,8 +117,11 @@ class TranslationLoss(nn.Module):
         segments = None
         if self.model.packed:
             source, target_in, labels, segments = pack(source, target_in, labels, PAD)
-        real = (labels.flatten() != PAD).nonzero().squeeze(-1)
-        hidden: Tensor = self.model(source, target_in, run, segments)
+        real = real_positions(labels)
+        return self.of_hidden(self.model(source, target_in, run, segments), labels, real)
+
+    def of_hidden(self, hidden: Tensor, labels: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of `forward`, from the decoder's hidden states [B, T, D]; real: `real_positions(labels)`."""
         return projected_cross_entropy(
             hidden.flatten(0, 1).index_select(0, real),
             self.model.output_weight,
@@ -125,6 +129,33 @@ class TranslationLoss(nn.Module):
             self.label_smoothing,
             self._vocabulary,
         )
+
+
+def real_positions(labels: Tensor) -> Tensor:
+    """labels [B, T] to the places [N] in their flat order that are not PAD."""
+    return (labels.flatten() != PAD).nonzero().squeeze(-1)
+
+
+class StageLoss(nn.Module):
+    """A pipeline stage as one module, which an engine trains; on the last stage with the loss.
+
+    loss: over the stage's part of the model; its parameters are this module's.
+    """
+
+    def __init__(self, loss: TranslationLoss, stage: Stage) -> None:
+        super().__init__()
+        self.loss = loss
+        self.stage = stage
+
+    def forward(
+        self, source: Tensor, target_in: Tensor, labels: Tensor, run: LayerRunner, *received: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The hidden states that the stage hands on (`Stage.forward`), on the last stage (loss_sum, nll_sum)."""
+        if not self.stage.is_last:
+            return self.stage.forward(source, target_in, run, *received)
+        real = real_positions(labels)
+        (hidden,) = self.stage.forward(source, target_in, run, *received)
+        return self.loss.of_hidden(hidden, labels, real)
 
 
 def _row_chunks(logits: Tensor) -> list[slice]:

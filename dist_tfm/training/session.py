@@ -21,7 +21,6 @@ from dist_tfm.config.layout import check_device, check_world
 from dist_tfm.config.loading import config_from_yaml, config_to_yaml, differences, read_config
 from dist_tfm.config.schema import Config, LaunchConfig
 from dist_tfm.engine.base import Engine
-from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
 from dist_tfm.errors import ConfigError, InputError, RunError
 from dist_tfm.metrics.flops import peak_flops
 from dist_tfm.metrics.meter import Meter
@@ -34,22 +33,14 @@ from dist_tfm.metrics.writers import (
     cut_back,
 )
 from dist_tfm.model.counting import parameter_counts
-from dist_tfm.model.initialization import deep_norm_gain, initialize
-from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.attempt import note_stopped
 from dist_tfm.parallel.collectives import first_rank_alone, together
-from dist_tfm.parallel.plan import divide
 from dist_tfm.parallel.topology import Topology
-from dist_tfm.training.compilation import compile_layers
+from dist_tfm.training.building import build_engine, describe_layout
 from dist_tfm.training.corpus import Corpus, open_corpus
 from dist_tfm.training.loop import Instruments, Intervals, Savers, Trainer
-from dist_tfm.training.loss import TranslationLoss
-from dist_tfm.training.optim import parameter_groups
 from dist_tfm.training.progress import Progress
-from dist_tfm.training.randomness import SeededRunner
-from dist_tfm.training.recomputation import recomputation, recompute_inside
 from dist_tfm.training.run_directory import RunDirectory, describe_environment, refuse_changes
-from dist_tfm.training.schedule import rate_function
 from dist_tfm.training.signals import StopRequest
 from dist_tfm.training.validation import Validator
 
@@ -122,35 +113,6 @@ def agree_on_configuration(config: Config, topology: Topology, fault: ConfigErro
     sizes = topology.ranks.world_size, topology.ranks.local_world_size
     together(topology.world, "laying out the processes", lambda: check_world(config, *sizes))
     together(topology.world, "looking at the device", lambda: check_device(config, topology.device.type))
-
-
-def build_engine(config: Config, vocab_size: int, topology: Topology, source_vocab_size: int | None = None) -> Engine:
-    """The model with its initial weights, divided over tensor-parallel ranks; its loss; the engine that trains it.
-
-    vocab_size: of the target; source_vocab_size: if the source has a vocabulary of its own.
-    """
-    torch.set_float32_matmul_precision(config.precision.matmul)
-    model = Transformer(config.model, vocab_size, source_vocab_size)
-    initialize(model, config.train.seed, deep_norm_gain(config.model))
-    tensor = topology.axes.tensor
-    divide(model, tensor)
-    model.packed = config.data.packing
-    recomputed = recomputation(config.train.activation_checkpointing)
-    recompute_inside(model, recomputed.inside)
-    if config.train.compile:
-        compile_layers(model, topology.device)
-    return DeepSpeedEngine(
-        loss=TranslationLoss(model, config.train.label_smoothing, tensor),
-        model=model,
-        groups=parameter_groups(model, config.optim),
-        optim=config.optim,
-        precision=config.precision,
-        zero_stage=config.parallel.zero_stage,
-        topology=topology,
-        rate=rate_function(config.schedule, config.model.d_model),
-        runner=lambda step, index: SeededRunner(config.train.seed, step, index, recomputed.layers),
-        ema=config.train.ema,
-    )
 
 
 def prepare_shards(config: Config, topology: Topology, console: Console, stop: StopRequest | None = None) -> bool:
@@ -228,8 +190,8 @@ def _describe(setting: Setting, corpus: Corpus) -> None:
     parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     setting.console.say(f"parameters: {sum(counts.values()):,} ({parts})")
     setting.console.say(corpus.description)
-    if (grid := setting.topology.grid).dp < grid.size:
-        setting.console.say(f"grid: {grid}")
+    for line in describe_layout(setting.config, corpus.tokenizer.vocab_size, setting.topology):
+        setting.console.say(line)
 
 
 def _read_progress(setting: Setting, checkpoint: Path | None) -> Progress:

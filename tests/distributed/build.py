@@ -1,28 +1,39 @@
 """Builds the real engine for a recipe of the oracle, and reads its state back, inside one rank of a test world."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_pipeline.api import Batch
-from dist_tfm.config.schema import LaunchConfig, OptimConfig, ParallelConfig, PrecisionConfig, ScheduleConfig
+from dist_tfm.config.schema import (
+    Config,
+    LaunchConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from dist_tfm.engine.base import STATE_KINDS, LossSums
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
-from dist_tfm.model.initialization import initialize
+from dist_tfm.engine.fragments import base_optimizer, flat_tensors
 from dist_tfm.model.layers import LayerRunner
-from dist_tfm.parallel.plan import divide
-from dist_tfm.parallel.tags import tag_of
+from dist_tfm.model.transformer import Transformer
+from dist_tfm.parallel.partition import StagePlan
 from dist_tfm.parallel.topology import Topology, arrange
-from dist_tfm.training.loss import TranslationLoss
+from dist_tfm.training.building import stage_part, whole_part
 from dist_tfm.training.optim import parameter_groups
 from dist_tfm.training.randomness import SeededRunner
 from dist_tfm.training.schedule import rate_function
 from tests.batches import share, step_batches, target_tokens
-from tests.oracle import Recipe, build_model
+from tests.oracle import Recipe
 
 RunnerFactory = Callable[[int, int], LayerRunner]
 
@@ -34,35 +45,47 @@ def build_engine(
     checkpointing: bool = False,
     initial_seed: int | None = None,
     runner: RunnerFactory | None = None,
-    wrap: Callable[[TranslationLoss], nn.Module] | None = None,
+    wrap: Callable[[Any], nn.Module] | None = None,
     ema: float = 0.0,
+    plan: StagePlan | None = None,
 ) -> DeepSpeedEngine:
-    """The engine as the training script builds it.
+    """The engine as the training script builds it; plan: where a pipeline is cut, on a topology that has one.
 
     initial_seed: other initial weights than the recipe's. wrap, runner: what a test puts in place of the right ones.
     """
-    model = build_model(recipe)
-    if initial_seed is not None:
-        initialize(model, initial_seed)
-    divide(model, topology.axes.tensor)
-    loss = TranslationLoss(model, recipe.smoothing, topology.axes.tensor)
-    optim = OptimConfig(beta1=recipe.beta1, beta2=recipe.beta2, eps=recipe.eps, clip_norm=recipe.clip)
-    schedule = ScheduleConfig(kind="noam", warmup=recipe.warmup, factor=recipe.factor)
+    config = as_config(recipe, stage, recipe.seed if initial_seed is None else initial_seed)
 
     def seeded(step: int, index: int) -> LayerRunner:
         return SeededRunner(recipe.seed, step, index, checkpointing)
 
+    if plan is None:
+        part = whole_part(config, recipe.vocabulary, topology, runner or seeded)
+    else:
+        part = stage_part(config, recipe.vocabulary, plan, topology, runner or seeded)
     return DeepSpeedEngine(
-        loss=wrap(loss) if wrap else loss,
-        model=model,
-        groups=parameter_groups(model, optim),
-        optim=optim,
-        precision=PrecisionConfig(dtype="fp32" if recipe.precision == "fp32" else "bf16"),
+        loss=wrap(part.module) if wrap else part.module,
+        model=part.model,
+        groups=parameter_groups(part.model, config.optim),
+        optim=config.optim,
+        precision=config.precision,
         zero_stage=stage,
         topology=topology,
-        rate=rate_function(schedule, recipe.model.d_model),
-        runner=runner or seeded,
+        rate=rate_function(config.schedule, recipe.model.d_model),
+        passes=part.passes,
         ema=ema,
+    )
+
+
+def as_config(recipe: Recipe, stage: int, seed: int) -> Config:
+    """The configuration that asks for what the recipe says."""
+    return Config(
+        model=recipe.model,
+        train=TrainConfig(seed=seed, label_smoothing=recipe.smoothing),
+        optim=OptimConfig(beta1=recipe.beta1, beta2=recipe.beta2, eps=recipe.eps, clip_norm=recipe.clip),
+        schedule=ScheduleConfig(kind="noam", warmup=recipe.warmup, factor=recipe.factor),
+        precision=PrecisionConfig(dtype="fp32" if recipe.precision == "fp32" else "bf16"),
+        parallel=ParallelConfig(zero_stage=stage),
+        launch=LaunchConfig(device="cpu", hang_timeout=60),
     )
 
 
@@ -98,17 +121,38 @@ def train_steps(
     return [train_step(engine, topology, recipe, step) for step in range(first, last + 1)]
 
 
+@contextlib.contextmanager
+def weighed(engine: DeepSpeedEngine) -> Iterator[dict[str, int]]:
+    """Bytes that this rank holds, filled in by the step taken inside: weights, gradients before the update, and masters
+    with moments, by the storages behind them."""
+    held: dict[str, int] = {}
+    step = engine._engine.step
+
+    def weighing() -> None:
+        held["gradients"] = sum(p.grad.nbytes for p in engine._model.parameters() if p.grad is not None)
+        step()
+
+    with mock.patch.object(engine._engine, "step", weighing):
+        yield held
+    state = base_optimizer(engine._engine).state
+    tensors = [
+        t for flat in flat_tensors(engine._engine) for t in (flat, state[flat]["exp_avg"], state[flat]["exp_avg_sq"])
+    ]
+    held["weights"] = sum(p.nbytes for p in engine._model.parameters())
+    held["optimizer"] = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 def gather_state(engine: DeepSpeedEngine, kinds: Sequence[str] = STATE_KINDS) -> dict[str, Tensor]:
     """Every parameter's master weight and moments, whole, as KIND/NAME, on every rank, put together from fragments.
 
     Asserts that each element comes from exactly one rank.
     """
-    tags = [tag_of(parameter) for parameter in engine._model.parameters()]
-    fragments = {fragment.tag.name: fragment for fragment in engine.fragments(divide=True)}
+    fragments = {f.tag.name: f for f in engine.fragments(divide=True) if f.tag.writer}
     state: dict[str, Tensor] = {}
-    for tag in tags:
-        whole = torch.zeros(len(kinds) + 1, *tag.shape)
-        if tag.writer and (fragment := fragments.get(tag.name)) is not None:
+    for name, shape in _shapes(engine._model.config, engine._model.vocab_size).items():
+        whole = torch.zeros(len(kinds) + 1, *shape)
+        if (fragment := fragments.get(name)) is not None:
+            tag = fragment.tag
             local = whole.narrow(1 + tag.dim, tag.low, tag.high - tag.low)
             rows = torch.zeros(len(kinds) + 1, local[0].numel())
             place = slice(fragment.start, fragment.start + fragment.numel)
@@ -117,8 +161,8 @@ def gather_state(engine: DeepSpeedEngine, kinds: Sequence[str] = STATE_KINDS) ->
             rows[-1, place] = 1
             local.copy_(rows.view_as(local))
         dist.all_reduce(whole)
-        assert bool((whole[-1] == 1).all()), f"{tag.name} is not covered exactly once"
-        state |= {f"{kind}/{tag.name}": part for kind, part in zip(kinds, whole, strict=False)}
+        assert bool((whole[-1] == 1).all()), f"{name} is not covered exactly once"
+        state |= {f"{kind}/{name}": part for kind, part in zip(kinds, whole, strict=False)}
     return state
 
 
@@ -131,10 +175,16 @@ def evaluate(engine: DeepSpeedEngine, topology: Topology, batch: Batch) -> LossS
 
 
 def whole_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in build_model(recipe).named_parameters()}
+    """Names and full shapes of the recipe's parameters."""
+    return _shapes(recipe.model, recipe.vocabulary)
+
+
+def _shapes(model: ModelConfig, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Transformer(model, vocabulary).named_parameters()}
 
 
 @cache
-def arranged(topology: Topology, tp: int) -> Topology:
+def arranged(topology: Topology, tp: int, pp: int = 1) -> Topology:
     """The test world as a grid; its groups are made once."""
-    return arrange(topology, ParallelConfig(tp=tp), LaunchConfig(timeout=60))
+    return arrange(topology, ParallelConfig(tp=tp, pp=pp), LaunchConfig(hang_timeout=60))

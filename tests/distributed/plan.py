@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from dist_tfm.parallel.topology import Topology
 from tests.distributed import average_cases, cases, checkpoint_cases, recomputation_cases, tensor_cases
 from tests.distributed.build import arranged
+from tests.distributed.pipeline_plan import PIPELINE_AFTER, PIPELINE_WORLDS
 from tests.oracle import Recipe
 
 Case = Callable[[Topology, Path], Any]
@@ -158,7 +159,7 @@ TENSOR = {"2": 2, "4": 2}
 RECOMPUTED_STAGES = (3,)
 """ZeRO stages under which parts of layers are computed again, in world 2: the one whose parameters come and go."""
 
-AFTER = {"3": ("1",), "4": ("3",), "2": ("4",), "1b": ("2",)}
+AFTER = {"3": ("1",), "4": ("3",), "2": ("4",), "1b": ("2",), **PIPELINE_AFTER}
 """Worlds whose checkpoints a world loads."""
 
 
@@ -208,6 +209,7 @@ def _tensor_cases(world: str) -> dict[str, Case]:
     e = Exact(1, BASE, tp=TENSOR[world])
     found: dict[str, Case] = {"tensor_bytes": e.on(partial(tensor_cases.held_bytes, recipe=BASE))}
     if world == "2":
+        found["data_bytes"] = partial(tensor_cases.held_bytes, recipe=BASE)
         dropped = replace(BASE, attention_dropout=0.2)
         found["tensor_dropout"] = e.on(partial(tensor_cases.dropping, recipe=dropped))
         found["tensor_mutants"] = e.on(partial(tensor_cases.mutants, recipe=BASE))
@@ -244,4 +246,5 @@ PLAN: dict[str, dict[str, Case]] = {
     world: _training_cases(world) | _tensor_cases(world) | _checkpoint_cases(world) | _average_cases(world)
     for world in WORLDS
 }
+PLAN |= PIPELINE_WORLDS
 PLAN["2_failing"] = {"fine": cases.fine, "one_rank_raises": cases.one_rank_raises}

@@ -1,7 +1,6 @@
 """Cases of tensor parallelism alone; each runs on all ranks of a test world laid out with tp > 1."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,51 +11,27 @@ from torch import Tensor
 
 from dist_tfm.engine import gathering, model_parallel
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
-from dist_tfm.engine.fragments import base_optimizer, flat_tensors
 from dist_tfm.parallel import layers
 from dist_tfm.parallel.tags import tag_of
 from dist_tfm.parallel.topology import Topology
-from tests.distributed.build import build_engine, evaluate, train_steps
+from tests.distributed.build import build_engine, evaluate, train_steps, weighed
 from tests.distributed.cases import evaluated_batch
 from tests.distributed.checkpoint_cases import caught
 from tests.oracle import Recipe
 
 
 def held_bytes(topology: Topology, folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """What this rank holds at ZeRO stage 1: bytes of weights, of gradients before the step, of masters and moments; and
-    the shapes of its weights."""
+    """What this rank holds at ZeRO stage 1, and the shapes of its weights."""
     engine = build_engine(topology, 1, recipe)
-    gradients = 0
-
-    def count() -> None:
-        nonlocal gradients
-        gradients = sum(p.grad.nbytes for p in engine._model.parameters() if p.grad is not None)
-
-    with _before_step(engine, count):
+    with weighed(engine) as held:
         train_steps(engine, topology, recipe, 1, 1)
-    state = base_optimizer(engine._engine).state
-    held = [
-        t for flat in flat_tensors(engine._engine) for t in (flat, state[flat]["exp_avg"], state[flat]["exp_avg_sq"])
-    ]
     result = {
-        "weights": sum(p.nbytes for p in engine._model.parameters()),
-        "gradients": gradients,
-        "optimizer": sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values()),
+        **held,
         "shapes": {tag_of(p).name: list(p.shape) for p in engine._model.parameters()},
         "ranks": [topology.axes.tensor.size, topology.data.size],
     }
     engine.close()
     return result
-
-
-def _before_step(engine: DeepSpeedEngine, action: Callable[[], None]) -> Any:
-    step = engine._engine.step
-
-    def acting() -> None:
-        action()
-        step()
-
-    return mock.patch.object(engine._engine, "step", acting)
 
 
 def dropping(topology: Topology, folder: Path, recipe: Recipe) -> dict[str, Any]:

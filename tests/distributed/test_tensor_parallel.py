@@ -25,10 +25,12 @@ def theory(tp: int, dp: int) -> dict[str, float]:
     return {"weights": 4 * elements, "gradients": 4 * elements, "optimizer": 3 * 4 * elements / dp}
 
 
-@pytest.mark.parametrize("world", sorted(TENSOR))
-def test_bytes_of_each_rank_equal_theory(worlds: Worlds, world: str) -> None:
-    tp, dp = TENSOR[world], int(world) // TENSOR[world]
-    for result in worlds.results(world, "tensor_bytes"):
+@pytest.mark.parametrize(
+    ("world", "case", "tp"), [*((world, "tensor_bytes", tp) for world, tp in TENSOR.items()), ("2", "data_bytes", 1)]
+)
+def test_bytes_of_each_rank_equal_theory(worlds: Worlds, world: str, case: str, tp: int) -> None:
+    dp = int(world) // tp
+    for result in worlds.results(world, case):
         assert result["ranks"] == [tp, dp]
         for what, expected in theory(tp, dp).items():
             assert result[what] == pytest.approx(expected, rel=0.05), what

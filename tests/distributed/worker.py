@@ -16,7 +16,7 @@ from tests.distributed.plan import PLAN
 def run_rank(world: str, folder: Path) -> None:
     """In a process that has RANK, WORLD_SIZE, ... set."""
     torch.set_num_threads(1)
-    here = topology.start(read_ranks(os.environ), LaunchConfig(device="cpu", timeout=60), report=lambda line: None)
+    here = topology.start(read_ranks(os.environ), LaunchConfig(device="cpu", hang_timeout=60), report=lambda line: None)
     for name, case in PLAN[world].items():
         try:
             result = case(here, folder)

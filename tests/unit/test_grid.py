@@ -65,6 +65,7 @@ MODEL = ModelConfig(heads=8, d_ff=2048)
 def test_a_valid_combination_has_no_fault() -> None:
     assert layout_faults(MODEL, ParallelConfig(tp=1, zero_stage=3)) == []
     assert layout_faults(MODEL, ParallelConfig(tp=8, zero_stage=2)) == []
+    assert layout_faults(MODEL, ParallelConfig(pp=12, zero_stage=1)) == []
     check_world(Config(), 3, 3)
 
 
@@ -98,6 +99,18 @@ def test_processes_that_cannot_be_laid_out_are_refused(
             "at most 2 together with tensor parallelism, found 3",
             "parallel.tp=2 parallel.pp=1 parallel.zero_stage=2",
         ),
+        (
+            MODEL,
+            ParallelConfig(pp=13),
+            "parallel.pp: expected at most one stage for each of the 12 layers, found 13",
+            "parallel.tp=1 parallel.pp=12",
+        ),
+        (
+            MODEL,
+            ParallelConfig(tp=2, pp=2, zero_stage=2),
+            "at most 1 together with pipeline parallelism, found 2",
+            "parallel.tp=2 parallel.pp=2 parallel.zero_stage=1",
+        ),
     ],
 )
 def test_invalid_combination_is_refused_with_the_nearest_valid_one(
@@ -106,3 +119,9 @@ def test_invalid_combination_is_refused_with_the_nearest_valid_one(
     (fault,) = layout_faults(model, parallel)
     assert expected in fault
     assert f"the nearest valid combination is {nearest}" in fault
+
+
+@pytest.mark.parametrize(("world", "pp", "nearest"), [(3, 2, 3), (6, 4, 3), (8, 5, 4)])
+def test_stages_that_do_not_divide_the_processes_are_refused(world: int, pp: int, nearest: int) -> None:
+    with pytest.raises(ConfigError, match=f"that {pp} divides, found {world}: start .* parallel.pp={nearest} "):
+        check_world(replace(Config(), parallel=ParallelConfig(pp=pp)), world, world)
