@@ -28,7 +28,7 @@ from dist_tfm.model.layers import LayerRunner
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.partition import StagePlan
 from dist_tfm.parallel.topology import Topology, arrange
-from dist_tfm.training.building import stage_part, whole_part
+from dist_tfm.training.building import Sizes, stage_part, whole_part
 from dist_tfm.training.optim import parameter_groups
 from dist_tfm.training.randomness import SeededRunner
 from dist_tfm.training.schedule import rate_function
@@ -58,10 +58,11 @@ def build_engine(
     def seeded(step: int, index: int) -> LayerRunner:
         return SeededRunner(recipe.seed, step, index, checkpointing)
 
+    sizes = Sizes(recipe.vocabulary, None)
     if plan is None:
-        part = whole_part(config, recipe.vocabulary, topology, runner or seeded)
+        part = whole_part(config, sizes, topology, runner or seeded)
     else:
-        part = stage_part(config, recipe.vocabulary, plan, topology, runner or seeded)
+        part = stage_part(config, sizes, plan, topology, runner or seeded)
     return DeepSpeedEngine(
         loss=wrap(part.module) if wrap else part.module,
         model=part.model,
