@@ -49,10 +49,10 @@ def check_sections(sections: Mapping[str, Any]) -> None:
     faults += location_faults(data)
     faults += layout_faults(model, sections["parallel"])
     faults += tokenizer_faults(sections["tokenizer"])
-    if not sections["tokenizer"].shared and model.tied == "all":
+    if not sections["tokenizer"].shared and model.tied in ("all", "inputs"):
         faults.append(
-            "model.tied: expected decoder or none with a vocabulary for each side (tokenizer.shared=false), found all: "
-            "one matrix cannot embed the tokens of two vocabularies"
+            "model.tied: expected decoder or none with a vocabulary for each side (tokenizer.shared=false), found "
+            f"{model.tied}: one matrix cannot embed the tokens of two vocabularies"
         )
     faults += decode_faults(sections["decode"])
     if sections["checkpoint"].best_metric == "valid_bleu" and not sections["decode"].valid_sentences:
@@ -105,6 +105,13 @@ def _model_faults(model: ModelConfig, data: DataConfig) -> list[str]:
         faults.append(
             f"model.positions: rotary turns pairs of features, so d_k must be even, found {model.key_width}; "
             "change model.d_k or model.heads"
+        )
+    if model.positions == "relative" and (
+        model.relative_buckets % 2 or 2 * model.relative_distance <= model.relative_buckets
+    ):
+        faults.append(
+            "model.relative_buckets: expected an even number (half of them for each direction) below twice "
+            f"model.relative_distance={model.relative_distance}, found {model.relative_buckets}"
         )
     if model.positions == "learned" and data.max_length >= model.max_positions:
         faults.append(

@@ -49,10 +49,15 @@ class ModelConfig:
     attention_dropout: Probability = 0.0  # on attention weights; the paper has none, Tensor2Tensor has
     norm: Literal["post", "pre", "deep"] = "post"  # deep: DeepNorm, post-norm with a weighted residual
     normalization: Literal["layer", "rms"] = "layer"
-    activation: Literal["relu", "gelu", "swiglu", "geglu"] = "relu"
-    positions: Literal["sinusoidal", "sinusoidal_concatenated", "learned", "rotary"] = "sinusoidal"
+    final_norm: bool | None = None  # a norm at the end of each stack; null: of pre-norm stacks alone
+    activation: Literal["relu", "gelu", "silu", "swiglu", "geglu", "geglu_tanh"] = "relu"
+    positions: Literal["sinusoidal", "sinusoidal_concatenated", "learned", "rotary", "relative"] = "sinusoidal"
     max_positions: Positive = 1024  # of learned positions, a longer input is refused
-    tied: Literal["all", "decoder", "none"] = "all"  # which of source embedding, target embedding, projection are one
+    relative_buckets: Annotated[int, Field(ge=4, le=4096)] = 32  # of relative positions: numbers that each head learns
+    relative_distance: Positive = 128  # of relative positions: all distances from here on share a bucket
+    attention_bias: bool = False  # biases in the projections of attention; the paper has none, Marian has
+    output_bias: bool = False  # a bias for each token's score; the paper has none, Marian has
+    tied: Literal["all", "inputs", "decoder", "none"] = "all"  # which of source, target embedding, projection are one
     layer_norm_eps: Fraction = 1e-6
     attention: Literal["auto", "sdpa", "matmul", "reference"] = "auto"  # docs/speed.md
 
@@ -70,6 +75,16 @@ class ModelConfig:
     def key_value_heads(self) -> int:
         """Heads of keys and values: `heads`, or fewer that are shared (grouped-query attention)."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layers have a gate, and no biases."""
+        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+
+    @property
+    def ends_with_norm(self) -> bool:
+        """Whether each stack has a norm at its end."""
+        return self.norm == "pre" if self.final_norm is None else self.final_norm
 
     @property
     def input_dropout(self) -> float:

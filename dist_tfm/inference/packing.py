@@ -38,7 +38,7 @@ class PackedTransformer(Transformer):
             super().__init__(model.config, model.vocab_size, model.source_vocab_size)
         self.load_state_dict(model.state_dict(), assign=True)
         matrix = self.embedding.weight if self.projection is None else self.projection.weight
-        self._output, self.projection = PackedLinear(matrix, None), None
+        self._output, self.projection = PackedLinear(matrix, self.output_bias), None
         for module in list(self.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear):

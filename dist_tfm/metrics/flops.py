@@ -52,7 +52,7 @@ def forward_flops(model: ModelConfig, vocab_size: int, sums: LengthSums) -> int:
     d_k, d_v = model.key_width, model.value_width
     query, key = 2 * d * heads * d_k, 2 * d * shared * d_k
     value, out = 2 * d * shared * d_v, 2 * d * heads * d_v
-    matrices = 3 if model.activation in ("swiglu", "geglu") else 2
+    matrices = 3 if model.gated else 2
     feed_forward = 2 * matrices * d * model.d_ff
     products = 2 * heads * (d_k + d_v)  # scores and weighted sum, for each pair of positions
     encoder = sums.source * (query + key + value + out + feed_forward) + sums.source_source * products

@@ -6,8 +6,8 @@ key yields zeros, with zero gradients: never NaN, in any dtype, on any device.
 """
 
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple, cast
+from functools import partial
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention_kernels import ExactBackend, chosen_backend, products_attention, show_blind_rows
 from dist_tfm.model.packed import Lengths, Segments, attend_packed
-from dist_tfm.model.positions import RotaryPositions
+from dist_tfm.model.positions import RelativePositions, RotaryPositions, rotary_positions
 
 BackendName = Literal["auto"] | ExactBackend
 
@@ -35,8 +35,22 @@ class Attended(NamedTuple):
     probabilities: Tensor
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float, bool], Tensor]
-"""(query, key, value, mask, causal, dropout, training) -> output: what `attend_sdpa` and its twin have in common."""
+class Attend(Protocol):
+    """What `attend_sdpa` and its twin have in common."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        dropout: float,
+        training: bool,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """See `attend_sdpa`."""
+        ...
 
 
 def padding_mask(ids: Tensor, pad: int) -> Tensor:
@@ -50,60 +64,92 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def attend_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, training: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    training: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d_k)) v (equation 1) through `F.scaled_dot_product_attention`.
+    """softmax(q k^T / sqrt(d_k) + bias) v (equation 1, without bias) through `F.scaled_dot_product_attention`.
 
-    query [B, H, Tq, Dk], key [B, H, Tk, Dk], value [B, H, Tk, Dv], mask as in this module's head or None. Returns
-    [B, H, Tq, Dv]. `dropout` acts on the probabilities, only if `training`. `causal` with Tq != Tk is aligned to the
-    lower right. Raises ValueError for shapes or a mask that do not fit.
+    query [B, H, Tq, Dk], key [B, H, Tk, Dk], value [B, H, Tk, Dv], mask as in this module's head or None, bias
+    [1, H, Tq, Tk] or None. Returns [B, H, Tq, Dv]. `dropout` acts on the probabilities, only if `training`. `causal`
+    with Tq != Tk is aligned to the lower right. Raises ValueError for shapes or a mask that do not fit.
     """
-    _check(query, key, value, mask)
+    _check(query, key, value, mask, bias)
     queries, keys = query.size(2), key.size(2)
     probability = dropout if training else 0.0
-    if mask is None and causal and queries == keys:
+    if mask is None and causal and queries == keys and bias is None:
         # The flag lets the fused kernels skip the upper triangle, and needs no T x T mask.
         return F.scaled_dot_product_attention(query, key, value, dropout_p=probability, is_causal=True)
     # A single query, aligned to the lower right, sees every key: causality hides nothing from it.
     visible = _visible(mask, causal and queries > 1, queries, keys, query.device)
+    added = None if bias is None else bias.to(query.dtype)
     if visible is None:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=probability)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=added, dropout_p=probability)
     # Kernels differ in what a row without any key gives (zeros, a mean, NaN): such rows see all and are blanked after.
     shown, blind = show_blind_rows(visible)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=shown, dropout_p=probability)
+    combined = shown if added is None else torch.where(shown, added, -math.inf)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=combined, dropout_p=probability)
     return output if blind is None else output.masked_fill(blind, 0.0)
 
 
 def attend_matmul(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, training: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    training: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The same function as `attend_sdpa`, as two batched products: what a CPU is fastest at in bf16. Keeps the
     probabilities [B, H, Tq, Tk] for the backward pass."""
-    _check(query, key, value, mask)
+    _check(query, key, value, mask, bias)
     visible = _visible(mask, causal and query.size(2) > 1, query.size(2), key.size(2), query.device)
-    return products_attention(query, key, value, visible, dropout, training)
+    return products_attention(query, key, value, visible, dropout, training, bias)
 
 
 def attend_auto(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, training: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    training: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The kernel that `chosen_backend` names for these inputs."""
     attend = attention_kernel(chosen_backend(query.device, query.dtype))
-    return attend(query, key, value, mask, causal, dropout, training)
+    return attend(query, key, value, mask, causal, dropout, training, bias)
 
 
 def attend_reference(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, training: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    training: bool,
+    bias: Tensor | None = None,
 ) -> Attended:
     """The same function as `attend_sdpa`, spelt out: all of it in fp32 (float64 stays), probabilities returned.
 
     Under autocast too: lower precision is used for the inputs and the output only. Rows of the probabilities (before
     dropout) sum to 1, or to 0 where a query sees nothing.
     """
-    _check(query, key, value, mask)
+    _check(query, key, value, mask, bias)
     exact = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         scores = query.to(exact) @ key.to(exact).transpose(-2, -1) / math.sqrt(query.size(-1))
+        if bias is not None:
+            scores = scores + bias.to(exact)
         visible = _visible(mask, causal, query.size(2), key.size(2), query.device)
         if visible is None:
             probabilities = scores.softmax(-1)
@@ -116,9 +162,16 @@ def attend_reference(
 
 
 def _attend_reference_output(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, dropout: float, training: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    training: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    return attend_reference(query, key, value, mask, causal, dropout, training).output
+    return attend_reference(query, key, value, mask, causal, dropout, training, bias).output
 
 
 def attention_kernel(name: BackendName) -> Attend:
@@ -143,25 +196,36 @@ _KERNELS: dict[BackendName, Attend] = {
 
 
 class MultiHeadAttention(nn.Module):
-    """Section 3.2.2: H heads over projections without bias; d_k and d_v need not be d_model / H (Table 3, rows B).
+    """Section 3.2.2: H heads over projections; d_k and d_v need not be d_model / H (Table 3, rows B).
 
     With G = kv_heads < H, each group of H / G heads shares its keys and values (Ainslie et al. 2023, "GQA"). `rotary`
-    turns queries and keys by their positions: for self-attention only, where both have them.
-    Parameters: query.weight [H*Dk, D], key.weight [G*Dk, D], value.weight [G*Dv, D], output.weight [D, H*Dv].
+    turns queries and keys by their positions, `relative` adds to their scores: for self-attention only, where both have
+    positions.
+    Parameters: query.weight [H*Dk, D], key.weight [G*Dk, D], value.weight [G*Dv, D], output.weight [D, H*Dv], with
+    model.attention_bias the biases of these, and relative.weight [H, buckets].
     """
 
-    def __init__(self, config: ModelConfig, attend: Attend, rotary: RotaryPositions | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        attend: Attend,
+        rotary: RotaryPositions | None = None,
+        relative: RelativePositions | None = None,
+    ) -> None:
         super().__init__()
         self.heads = config.heads
         self.kv_heads = config.key_value_heads
         self.rotary = rotary
+        self.relative = relative
         self.dropout = config.attention_dropout
         self.attend = attend
-        self.fused = config.attention in ("auto", "sdpa")  # what a kernel for packed sentences may take the place of
-        self.query = nn.Linear(config.d_model, config.heads * config.key_width, bias=False)
-        self.key = nn.Linear(config.d_model, config.key_value_heads * config.key_width, bias=False)
-        self.value = nn.Linear(config.d_model, config.key_value_heads * config.value_width, bias=False)
-        self.output = nn.Linear(config.heads * config.value_width, config.d_model, bias=False)
+        # What a kernel for packed sentences may take the place of: it knows no bias.
+        self.fused = config.attention in ("auto", "sdpa") and relative is None
+        bias = config.attention_bias
+        self.query = nn.Linear(config.d_model, config.heads * config.key_width, bias=bias)
+        self.key = nn.Linear(config.d_model, config.key_value_heads * config.key_width, bias=bias)
+        self.value = nn.Linear(config.d_model, config.key_value_heads * config.value_width, bias=bias)
+        self.output = nn.Linear(config.heads * config.value_width, config.d_model, bias=bias)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | Segments | None, causal: bool) -> Tensor:
         """Queries from x [B, Tq, D], keys and values from memory [B, Tk, D] (x in self-attention): [B, Tq, D].
@@ -186,10 +250,24 @@ class MultiHeadAttention(nn.Module):
         keys, values = (_repeat(part, self.heads // self.kv_heads) for part in known)
         if isinstance(mask, Segments):
             options = causal, self.dropout, self.training
-            heads = attend_packed(self.attend, self.fused, query, keys, values, mask, *options)
+            within = None if self.relative is None else partial(self.relative.bias, 0)
+            heads = attend_packed(self.attend, self.fused, query, keys, values, mask, *options, within)
         else:
-            heads = self.attend(query, keys, values, mask, causal, self.dropout, self.training)
+            bias = self._bias(first, query.size(2), keys.size(2))
+            heads = self.attend(query, keys, values, mask, causal, self.dropout, self.training, bias)
         return cast(Tensor, self.output(heads.transpose(1, 2).flatten(2)))
+
+    def _bias(self, first: int | Lengths, queries: int, keys: int) -> Tensor | None:
+        """What is added to the scores of a padded batch, [1, H, Tq, Tk]."""
+        if self.relative is None or isinstance(first, Lengths):
+            return None
+        return self.relative.bias(first, queries, keys)
+
+
+def self_attention(config: ModelConfig, attend: Attend, causal: bool) -> MultiHeadAttention:
+    """The self-attention that the configuration names; `causal` as it will be called (the decoder's is)."""
+    relative = RelativePositions(config, causal) if config.positions == "relative" else None
+    return MultiHeadAttention(config, attend, rotary_positions(config), relative)
 
 
 def _split(projected: Tensor, heads: int) -> Tensor:
@@ -211,7 +289,7 @@ def _visible(mask: Tensor | None, causal: bool, queries: int, keys: int, device:
     return triangle if mask is None else mask & triangle
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:
     if torch.compiler.is_compiling():
         return  # comparing sizes would tie the graph to them
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
@@ -221,6 +299,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> No
         raise ValueError(
             "expected query [B, H, Tq, Dk], key [B, H, Tk, Dk], value [B, H, Tk, Dv], "
             f"found {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+        )
+    if bias is not None and bias.shape != (1, query.size(1), query.size(2), key.size(2)):
+        raise ValueError(
+            f"expected a bias [1, H, Tq, Tk] = {[1, query.size(1), query.size(2), key.size(2)]} of the scores, "
+            f"found {list(bias.shape)}"
         )
     if mask is None:
         return

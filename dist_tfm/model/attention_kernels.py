@@ -37,16 +37,25 @@ def show_blind_rows(visible: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def products_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout: float, training: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    dropout: float,
+    training: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d_k)) v in the inputs' dtype, with the statistics of the softmax in fp32.
+    """softmax(q k^T / sqrt(d_k) + bias) v in the inputs' dtype, with the statistics of the softmax in fp32.
 
     visible: boolean, broadcast to [B, H, Tq, Tk], or None: everything; it is added to the scores as 0 or -inf, in
-    place, so that nothing of their size is made or kept for it. `dropout` acts on probabilities, only if `training`.
+    place, so that nothing of their size is made or kept for it; so is bias [1, H, Tq, Tk]. `dropout` acts on
+    probabilities, only if `training`.
     """
     blind = None
     with torch.autocast(query.device.type, enabled=False):  # it would put the softmax into fp32, at twice the memory
         scores = torch.matmul(query * (1.0 / math.sqrt(query.size(-1))), key.transpose(-2, -1))
+        if bias is not None:
+            scores += bias.to(scores.dtype)
         if visible is not None:
             visible, blind = show_blind_rows(visible)
             scores += scores.new_zeros(visible.shape).masked_fill_(~visible, -math.inf)

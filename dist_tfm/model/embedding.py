@@ -15,6 +15,14 @@ from dist_tfm.model.packed import Lengths
 from dist_tfm.model.positions import input_positions
 
 
+class OutputBias(nn.Module):
+    """What is added to the score of each token, whatever came before (model.output_bias). Parameter: bias [V]."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+
 class Embedding(nn.Module):
     """A matrix for the tokens of one or both sides and, unless embeddings are untied, for the pre-softmax projection.
 

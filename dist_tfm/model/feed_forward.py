@@ -1,6 +1,7 @@
 """Position-wise feed-forward network (Vaswani et al. 2017, section 3.3) and its gated relatives."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch.nn.functional as F
@@ -48,9 +49,18 @@ class GatedFeedForward(nn.Module):
 
 
 def feed_forward(config: ModelConfig) -> FeedForward | GatedFeedForward:
-    """What the configuration names (model.activation). GELU is the exact one, x Phi(x)."""
-    if config.activation == "swiglu":
-        return GatedFeedForward(config, F.silu)
-    if config.activation == "geglu":
-        return GatedFeedForward(config, F.gelu)
-    return FeedForward(config, F.relu if config.activation == "relu" else F.gelu)
+    """What the configuration names (model.activation).
+
+    GELU is the exact one, x Phi(x); geglu_tanh has its approximation through tanh, with which T5 1.1 was trained. SiLU,
+    x sigmoid(x), is also called Swish.
+    """
+    activations: dict[str, Activation] = {
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "silu": F.silu,
+        "swiglu": F.silu,
+        "geglu": F.gelu,
+        "geglu_tanh": partial(F.gelu, approximate="tanh"),
+    }
+    layer = GatedFeedForward if config.gated else FeedForward
+    return layer(config, activations[config.activation])

@@ -2,7 +2,8 @@
 
 q and k: N(0, 1/D), so that for inputs of unit variance the scores q.k / sqrt(d_k) have variance 1 whatever d_k is.
 value, output and feed-forward matrices: Xavier uniform; with DeepNorm times its beta. Embeddings, learned positions and
-the projection: N(0, 1/D), which the factor sqrt(D) brings to variance 1. Norms: weight 1, bias 0. Biases 0.
+the projection: N(0, 1/D), which the factor sqrt(D) brings to variance 1. Relative positions: N(0, 1/buckets). Norms:
+weight 1, bias 0. Biases 0.
 """
 
 import hashlib
@@ -44,7 +45,7 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int, gain: float = 1.
         return value.zero_()
     if module == "norm" or module.endswith("_norm"):
         return value.fill_(1.0)
-    if module in ("query", "key", "embedding", "source_embedding", "positions", "projection"):
+    if module in ("query", "key", "embedding", "source_embedding", "positions", "projection", "relative"):
         return value.normal_(std=1.0 / math.sqrt(shape[-1]), generator=generator)
     if module in ("value", "output", "gate", "up", "down"):
         return nn.init.xavier_uniform_(value, gain=gain, generator=generator)

@@ -13,11 +13,10 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from dist_tfm.config.schema import ModelConfig
-from dist_tfm.model.attention import Attend, KeysValues, MultiHeadAttention
+from dist_tfm.model.attention import Attend, KeysValues, MultiHeadAttention, self_attention
 from dist_tfm.model.feed_forward import feed_forward
 from dist_tfm.model.norm import Sublayer, connection, layer_norm
 from dist_tfm.model.packed import Segments
-from dist_tfm.model.positions import rotary_positions
 
 SOURCE_EMBEDDING, TARGET_EMBEDDING, FIRST_LAYER = 0, 1, 2
 """Layer numbers; the decoder's first layer is FIRST_LAYER + number of encoder layers."""
@@ -61,7 +60,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
         self.connect = connection(config, "encoder")
-        self.self_attention = MultiHeadAttention(config, attend, rotary_positions(config))
+        self.self_attention = self_attention(config, attend, causal=False)
         self.self_attention_norm = layer_norm(config)
         self.feed_forward = feed_forward(config)
         self.run_feed_forward: Callable[[Sublayer, Tensor], Tensor] = run_sublayer
@@ -89,7 +88,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
         self.connect = connection(config, "decoder")
-        self.self_attention = MultiHeadAttention(config, attend, rotary_positions(config))
+        self.self_attention = self_attention(config, attend, causal=True)
         self.self_attention_norm = layer_norm(config)
         self.cross_attention = MultiHeadAttention(config, attend)
         self.cross_attention_norm = layer_norm(config)

@@ -60,5 +60,6 @@ def layer_norm(config: ModelConfig) -> Norm:
 
 
 def final_norm(config: ModelConfig) -> Norm | None:
-    """What ends a stack: nothing after post-norm layers, whose output is normalised already."""
-    return layer_norm(config) if config.norm == "pre" else None
+    """What ends a stack: nothing after post-norm layers, whose output is normalised already, unless model.final_norm
+    says so (as torch.nn.Transformer has it)."""
+    return layer_norm(config) if config.ends_with_norm else None

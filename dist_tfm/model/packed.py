@@ -95,8 +95,11 @@ def attend_packed(
     causal: bool,
     dropout: float,
     training: bool,
+    within: Callable[[int, int], Tensor] | None = None,
 ) -> Tensor:
     """Attention inside segments: query [1, H, N, Dk], key [1, H, M, Dk], value [1, H, M, Dv] to [1, H, N, Dv].
+
+    within: gives what is added to the scores of a sentence with so many queries and keys, [1, H, Tq, Tk].
 
     One call of torch's kernel for varying lengths where `fused` allows it and it can run; else a call of `attend` (see
     `dist_tfm.model.attention.Attend`) for every run of sentences of equal lengths.
@@ -111,7 +114,8 @@ def attend_packed(
         q = _rows(query, at_query, count, queries)
         if keys and queries:
             k, v = (_rows(side, at_key, count, keys) for side in (key, value))
-            found = attend(q, k, v, None, causal, dropout, training)
+            bias = None if within is None else within(queries, keys)
+            found = attend(q, k, v, None, causal, dropout, training, bias)
         else:  # nothing is seen
             found = q.new_zeros(*q.shape[:3], value.size(3))
         outputs.append(found.transpose(0, 1).flatten(1, 2))

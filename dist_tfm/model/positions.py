@@ -1,9 +1,10 @@
 """How a model learns where a token stands: one small class a way, all with the same two questions.
 
 `add(tokens, first)` puts positions into the embedded tokens of a stack's input; `rotate` (in `RotaryPositions`) turns
-the queries and keys of self-attention. Positions count from 0 in each sentence; `first` is that of the first column, so
-that decoding with a cache, whose columns are the newest tokens, sees what training saw. For a packed batch it is the
-`Lengths` of its sentences, in each of which positions begin anew.
+the queries and keys of self-attention, `bias` (in `RelativePositions`) is added to its scores. Positions count from 0
+in each sentence; `first` is that of the first column, so that decoding with a cache, whose columns are the newest
+tokens, sees what training saw. For a packed batch it is the `Lengths` of its sentences, in each of which positions
+begin anew.
 Shapes: B batch, H heads, T positions, D d_model, Dk width of a head's queries and keys.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_tfm.config.schema import ModelConfig
@@ -143,6 +145,41 @@ class RotaryPositions:
         self._cos, self._sin = angles.cos().float(), angles.sin().float()
 
 
+class RelativePositions(nn.Module):
+    """Numbers that are added to the scores of self-attention, one for each head and bucket of distances (Raffel et al.
+    2020, "T5", section 2.1).
+
+    The distance of a key is its position minus the query's. Of the buckets of a direction (`causal`: all of them for
+    the past; else half for each direction) the first half hold one distance each, the others logarithmically more, up
+    to model.relative_distance; whatever lies beyond falls into the last one, so that no length is too long.
+    Each layer has a table of its own (as in UMT5; T5's layers share one), so that no layer needs another's.
+    Parameter: weight [H, buckets].
+    """
+
+    def __init__(self, config: ModelConfig, causal: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.heads, config.relative_buckets))
+        nn.init.normal_(self.weight, std=config.relative_buckets**-0.5)
+        self._causal, self._farthest = causal, config.relative_distance
+
+    def bias(self, first: int, queries: int, keys: int) -> Tensor:
+        """[1, H, Tq, Tk]: of queries at positions first, first + 1, ... over keys at positions 0, 1, ..."""
+        places = torch.arange(max(keys, first + queries), device=self.weight.device)
+        buckets = self.buckets(places[None, :keys] - places[first : first + queries, None])
+        return F.embedding(buckets, self.weight.t()).permute(2, 0, 1)[None]
+
+    def buckets(self, distances: Tensor) -> Tensor:
+        """The bucket of each distance (int64, any shape), in the same shape."""
+        count = self.weight.size(1) if self._causal else self.weight.size(1) // 2
+        away = (-distances).clamp(min=0) if self._causal else distances.abs()
+        single = count // 2
+        # In fp32, as T5 was trained: whole logarithms fall to the side on which its own arithmetic puts them.
+        steps = torch.log(away.clamp(min=1).float() / single) / math.log(self._farthest / single) * (count - single)
+        shared = (single + steps.long()).clamp(max=count - 1)
+        found = torch.where(away < single, away, shared)
+        return found if self._causal else found + count * (distances > 0)
+
+
 def grown(length: int) -> int:
     """A power of two from 256 on, so that a growing decoder input makes a table anew seldom."""
     return max(256, 1 << (length - 1).bit_length())
@@ -152,7 +189,7 @@ def input_positions(config: ModelConfig) -> Positions:
     """What the configuration (model.positions) adds to embedded tokens."""
     if config.positions == "learned":
         return LearnedPositions(config)
-    if config.positions == "rotary":
+    if config.positions in ("rotary", "relative"):
         return NoPositions()
     return SinusoidalPositions(
         config.d_model, sinusoids if config.positions == "sinusoidal" else concatenated_sinusoids

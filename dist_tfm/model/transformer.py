@@ -14,7 +14,7 @@ from data_pipeline.api import PAD
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention import Attend, KeysValues, attention_kernel, kernel_name, padding_mask
 from dist_tfm.model.attention_kernels import chosen_backend
-from dist_tfm.model.embedding import Embedding
+from dist_tfm.model.embedding import Embedding, OutputBias
 from dist_tfm.model.layers import (
     FIRST_LAYER,
     SOURCE_EMBEDDING,
@@ -30,7 +30,7 @@ from dist_tfm.model.packed import Segments, varlen_kernel_runs
 
 
 class Encoder(nn.Module):
-    """A stack of encoder layers, with a norm at its end if they are pre-norm."""
+    """A stack of encoder layers, with a norm at its end if they are pre-norm or model.final_norm says so."""
 
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A stack of decoder layers, with a norm at its end if they are pre-norm."""
+    """A stack of decoder layers, with a norm at its end if they are pre-norm or model.final_norm says so."""
 
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
@@ -79,7 +79,8 @@ class Transformer(nn.Module):
     """Source ids to the decoder's hidden states; `logits` turns those into scores over the vocabulary.
 
     model.tied: `all`, one matrix embeds both sides and scores the output, as in the paper; `decoder`, the source has
-    its own (source_embedding), and may have a vocabulary of its own; `none`, so has the output (projection).
+    its own (source_embedding), and may have a vocabulary of its own; `inputs`, the output has (projection); `none`,
+    both have. model.output_bias: scores have a bias (score_bias).
     Weights are set by `dist_tfm.model.initialization.initialize` or loaded. Padding is PAD on the right; a source
     sentence that is all pads is allowed: nothing is seen of it.
     """
@@ -91,18 +92,20 @@ class Transformer(nn.Module):
         """
         super().__init__()
         self.source_vocab_size = vocab_size if source_vocab_size is None else source_vocab_size
-        if config.tied == "all" and self.source_vocab_size != vocab_size:
+        if config.tied in ("all", "inputs") and self.source_vocab_size != vocab_size:
             raise ValueError(
-                f"expected one vocabulary (model.tied=all), found {self.source_vocab_size} source and {vocab_size} "
-                "target tokens"
+                f"expected one vocabulary (model.tied={config.tied}), found {self.source_vocab_size} source and "
+                f"{vocab_size} target tokens"
             )
         self._attend = attention_kernel(config.attention)
         self.packed = False  # whether training lays sentences end to end: set it before an engine is built
         self.config = config
         self.vocab_size = vocab_size
         self.embedding = Embedding(config, vocab_size)
-        self.source_embedding = None if config.tied == "all" else Embedding(config, self.source_vocab_size)
-        self.projection = nn.Linear(config.d_model, vocab_size, bias=False) if config.tied == "none" else None
+        one_input, own_output = config.tied in ("all", "inputs"), config.tied in ("inputs", "none")
+        self.source_embedding = None if one_input else Embedding(config, self.source_vocab_size)
+        self.projection = nn.Linear(config.d_model, vocab_size, bias=False) if own_output else None
+        self.score_bias = OutputBias(vocab_size) if config.output_bias else None
         self.encoder = Encoder(config, self._attend)
         self.decoder = Decoder(config, self._attend)
 
@@ -113,7 +116,8 @@ class Transformer(nn.Module):
         exact = chosen_backend(device, dtype) if name == "auto" else name
         if not self.packed:
             return exact
-        widths, fused = (config.key_width, config.value_width), name in ("auto", "sdpa")
+        fused = name in ("auto", "sdpa") and config.positions != "relative"
+        widths = config.key_width, config.value_width
         runs = fused and varlen_kernel_runs(device, dtype, widths, config.attention_dropout)
         return "varlen" if runs else f"packed-{exact}"
 
@@ -122,6 +126,11 @@ class Transformer(nn.Module):
         """The matrix [V, D] that scores the output: the target embedding (section 3.4) or, where embeddings are untied,
         one of its own."""
         return self.embedding.weight if self.projection is None else self.projection.weight
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """What is added to the scores [V], if anything is."""
+        return None if self.score_bias is None else self.score_bias.bias
 
     @property
     def position_limit(self) -> int | None:
@@ -165,13 +174,13 @@ class Transformer(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] to unnormalised scores [..., V], through `output_weight`, without bias.
+        """[..., D] to unnormalised scores [..., V], through `output_weight` and, where there is one, `output_bias`.
 
         Raises RuntimeError for a model that holds a part of the vocabulary only.
         """
         if self.output_weight.size(0) != self.vocab_size:
             raise RuntimeError(f"expected the whole vocabulary to score, found a part of it: {self.vocab_size} tokens")
-        return F.linear(hidden, self.output_weight)
+        return F.linear(hidden, self.output_weight, self.output_bias)
 
     def decode_step(
         self,

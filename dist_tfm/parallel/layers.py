@@ -140,12 +140,13 @@ class DividedAttend:
         causal: bool,
         dropout: float,
         training: bool,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """See `dist_tfm.model.attention.Attend`."""
         if not training or dropout == 0:
-            return self._attend(query, key, value, mask, causal, dropout, training)
+            return self._attend(query, key, value, mask, causal, dropout, training, bias)
         with own_randomness(self._axis.rank, query.device):
-            return self._attend(query, key, value, mask, causal, dropout, training)
+            return self._attend(query, key, value, mask, causal, dropout, training, bias)
 
 
 @contextmanager

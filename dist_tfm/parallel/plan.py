@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from dist_tfm.model.attention import MultiHeadAttention
-from dist_tfm.model.embedding import Embedding
+from dist_tfm.model.embedding import Embedding, OutputBias
 from dist_tfm.model.feed_forward import FeedForward, GatedFeedForward
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.axis import Axis
@@ -21,6 +21,7 @@ from dist_tfm.parallel.layers import (
     VocabularyParallelEmbedding,
     column_parallel,
     keep_replica,
+    take_shard,
 )
 from dist_tfm.parallel.stages import Elsewhere
 from dist_tfm.parallel.tags import tag_parameters
@@ -28,8 +29,10 @@ from dist_tfm.parallel.tags import tag_parameters
 
 def divide_heads(attention: MultiHeadAttention, axis: Axis) -> nn.Module:
     """Heads over ranks, and with them the keys and values that they share: query, key and value by outputs, output by
-    inputs."""
-    _expect(attention, {"query.weight", "key.weight", "value.weight", "output.weight"})
+    inputs; relative positions by heads too."""
+    projections = ("query", "key", "value", "output")
+    biases = frozenset(f"{name}.bias" for name in projections)
+    _expect(attention, {f"{name}.weight" for name in projections}, biases | {"relative.weight"})
     _divisible("heads", attention.heads, axis)
     _divisible("heads of keys and values", attention.kv_heads, axis)
     attention.heads //= axis.size
@@ -37,6 +40,8 @@ def divide_heads(attention: MultiHeadAttention, axis: Axis) -> nn.Module:
     for name in ("query", "key", "value"):
         setattr(attention, name, column_parallel(getattr(attention, name), axis))
     setattr(attention, "output", RowParallelLinear(attention.output, axis))  # noqa: B010 (another type of module)
+    if attention.relative is not None:
+        attention.relative.weight = take_shard(attention.relative.weight, 0, axis)
     attention.attend = DividedAttend(attention.attend, axis)
     return DividedRegion(attention, axis)
 
@@ -65,6 +70,13 @@ def divide_scores(projection: nn.Linear, axis: Axis) -> nn.Module:
     return column_parallel(projection, axis)
 
 
+def divide_score_bias(score_bias: OutputBias, axis: Axis) -> nn.Module:
+    """The vocabulary over ranks, in the bias of the scores."""
+    _expect(score_bias, {"bias"})
+    score_bias.bias = take_shard(score_bias.bias, 0, axis)
+    return score_bias
+
+
 _PLAIN = {"up.weight", "up.bias", "down.weight", "down.bias"}
 
 PLAN: Mapping[str, Callable[[Any, Axis], nn.Module]] = {
@@ -74,6 +86,7 @@ PLAN: Mapping[str, Callable[[Any, Axis], nn.Module]] = {
     "embedding": divide_tokens,
     "source_embedding": divide_tokens,
     "projection": divide_scores,
+    "score_bias": divide_score_bias,
 }
 """The last part of a module's name to how it is divided."""
 

@@ -39,9 +39,10 @@ def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
     """
     opened = open_corpora(config.data)
     tokenizer = opened[0].tokenizer
-    if config.model.tied == "all" and not tokenizer.is_shared:
+    if config.model.tied in ("all", "inputs") and not tokenizer.is_shared:
         raise InputError(
-            f"{opened[0].folder} has a vocabulary for each side, which one matrix (model.tied=all) cannot embed: set "
+            f"{opened[0].folder} has a vocabulary for each side, which one matrix (model.tied="
+            f"{config.model.tied}) cannot embed: set "
             "model.tied to decoder or none, or take shards with one vocabulary"
         )
     loader, shares = _open_loader(config, opened, data, start)

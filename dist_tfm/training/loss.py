@@ -79,17 +79,23 @@ def smoothed_cross_entropy(
 
 
 def projected_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, vocabulary: VocabularyShard
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    smoothing: float,
+    vocabulary: VocabularyShard,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """hidden [N, D] through the projection weight [high - low, D] to `smoothed_cross_entropy` of labels [N].
+    """hidden [N, D] through the projection weight [high - low, D] and, if there is one, bias [high - low], to
+    `smoothed_cross_entropy` of labels [N].
 
     The one place where scores over the vocabulary are made in training: a chunk of rows at a time, but in fp16, where
     the gradients of an unscaled loss, which that computes, would vanish.
     """
     entered = enter(hidden, vocabulary.axis)
     if hidden.dtype == torch.float16:
-        return smoothed_cross_entropy(F.linear(entered, weight), labels, smoothing, vocabulary)
-    return projected_loss(entered, weight, labels, smoothing, vocabulary)
+        return smoothed_cross_entropy(F.linear(entered, weight, bias), labels, smoothing, vocabulary)
+    return projected_loss(entered, weight, labels, smoothing, vocabulary, bias)
 
 
 class TranslationLoss(nn.Module):
@@ -128,6 +134,7 @@ class TranslationLoss(nn.Module):
             labels.flatten().index_select(0, real),
             self.label_smoothing,
             self._vocabulary,
+            self.model.output_bias,
         )
 
 

@@ -28,6 +28,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         smoothing: float,
         vocabulary: VocabularyShard,
@@ -41,35 +42,50 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         # A single chunk's product is the sum itself: no second buffer.
         many = differentiate and len(chunks) != 1
         of_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if many else None
+        of_bias = None if bias is None else torch.zeros(bias.shape, dtype=exact, device=bias.device)
         for rows in chunks:
             scores = (hidden[rows] @ weight.t()).to(exact)
+            if bias is not None:
+                scores += bias
             partition, target, total = combine(local_statistics(scores, targets[rows]), here[rows], vocabulary)
             loss, nll = losses(partition, target, total, smoothing, vocabulary)
             sums += torch.stack((loss.sum(), nll.sum()))
             if of_hidden is None:
                 continue
-            slopes = slopes_(scores, partition, targets[rows], here[rows], smoothing, vocabulary).to(hidden.dtype)
+            slopes = slopes_(scores, partition, targets[rows], here[rows], smoothing, vocabulary)
+            if of_bias is not None:
+                of_bias += slopes.sum(0)
+            slopes = slopes.to(hidden.dtype)
             torch.mm(slopes, weight, out=of_hidden[rows])
             product = slopes.t() @ hidden[rows]
             of_weight = product if of_weight is None else of_weight.add_(product)
-        ctx.save_for_backward(of_hidden, of_weight)
-        ctx.dtype = weight.dtype
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         loss_sum, nll_sum = sums[0].clone(), sums[1].clone()
         ctx.mark_non_differentiable(nll_sum)
         return loss_sum, nll_sum
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden * grads[0], (of_weight * grads[0]).to(ctx.dtype), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None, None]:
+        of_hidden, *others = ctx.saved_tensors
+        of_weight, of_bias = (
+            None if total is None else (total * grads[0]).to(dtype)
+            for total, dtype in zip(others, ctx.dtypes, strict=True)
+        )
+        return of_hidden * grads[0], cast(Tensor, of_weight), of_bias, None, None, None, None
 
 
 def projected_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, vocabulary: VocabularyShard
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    smoothing: float,
+    vocabulary: VocabularyShard,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, D], weight [high - low, D], labels [N], none of them a pad: (loss_sum, nll_sum), as
-    `dist_tfm.training.loss.smoothed_cross_entropy` of the logits hidden weight^T.
+    `dist_tfm.training.loss.smoothed_cross_entropy` of the logits hidden weight^T + bias, bias [high - low].
 
     Under autocast the products are computed in its dtype, as a linear layer's are. Raises ValueError for a weight that
     is not that of the shard.
@@ -84,7 +100,7 @@ def projected_loss(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(device, enabled=False):
         sums = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, labels, smoothing, vocabulary, torch.is_grad_enabled()
+            hidden, weight, bias, labels, smoothing, vocabulary, torch.is_grad_enabled()
         )
     return cast(tuple[Tensor, Tensor], sums)
 

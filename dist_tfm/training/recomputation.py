@@ -61,12 +61,13 @@ class RecomputedAttend:
         causal: bool,
         dropout: float,
         training: bool,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """See `dist_tfm.model.attention.Attend`."""
         if not is_grad_enabled():
-            return self._attend(query, key, value, mask, causal, dropout, training)
+            return self._attend(query, key, value, mask, causal, dropout, training, bias)
         drawn = training and dropout > 0
-        arguments = (query, key, value, mask, causal, dropout, training)
+        arguments = (query, key, value, mask, causal, dropout, training, bias)
         return cast(Tensor, checkpoint(self._attend, *arguments, use_reentrant=False, preserve_rng_state=drawn))
 
 

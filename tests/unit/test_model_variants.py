@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,13 +16,19 @@ from dist_tfm.config.schema import DataConfig, ModelConfig
 from dist_tfm.errors import ConfigError
 from dist_tfm.inference.cache import DecoderCache
 from dist_tfm.inference.greedy import greedy
-from dist_tfm.model.attention import MultiHeadAttention, attend_reference, attend_sdpa
+from dist_tfm.model.attention import (
+    MultiHeadAttention,
+    attend_reference,
+    attend_sdpa,
+    attention_kernel,
+    self_attention,
+)
 from dist_tfm.model.embedding import Embedding
 from dist_tfm.model.feed_forward import feed_forward
 from dist_tfm.model.initialization import deep_norm_gain, initial_value, initialize
 from dist_tfm.model.layers import EncoderLayer
 from dist_tfm.model.norm import deep_norm_factors, layer_norm
-from dist_tfm.model.positions import RotaryPositions, concatenated_sinusoids, sinusoids
+from dist_tfm.model.positions import RelativePositions, RotaryPositions, concatenated_sinusoids, sinusoids
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.training.loss import TranslationLoss
 
@@ -37,6 +43,15 @@ VARIANTS: Mapping[str, dict[str, object]] = {
     "concatenated": {"positions": "sinusoidal_concatenated"},
     "learned": {"positions": "learned", "max_positions": 60},
     "rotary": {"positions": "rotary"},
+    "relative": {"positions": "relative", "relative_buckets": 8, "relative_distance": 6},
+    "t5": {
+        **{"positions": "relative", "norm": "pre", "normalization": "rms", "activation": "geglu_tanh"},
+        **{"tied": "inputs", "output_bias": True, "d_k": 6, "d_v": 6},
+    },
+    "marian": {
+        **{"positions": "sinusoidal_concatenated", "activation": "silu", "attention_bias": True, "output_bias": True},
+    },
+    "final_norm": {"final_norm": True, "attention_bias": True},
     "grouped": {"kv_heads": 2},
     "multi_query": {"kv_heads": 1, "attention": "reference"},
     "decoder_tied": {"tied": "decoder"},
@@ -136,16 +151,21 @@ def test_greedy_decoding_stays_inside_what_the_model_knows(changes: Mapping[str,
 
 
 def test_gated_feed_forward_is_the_formula_of_its_paper() -> None:
-    for name, activation in (("swiglu", lambda x: x * torch.sigmoid(x)), ("geglu", exact_gelu)):
+    for name, activation in (
+        ("swiglu", lambda x: x * torch.sigmoid(x)),
+        ("geglu", exact_gelu),
+        ("geglu_tanh", lambda x: 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)))),
+    ):
         layer = feed_forward(replace(SMALL, activation=name))  # type: ignore[arg-type]
         x = random(2, 3, 32)
         gate, up, down = (dict(layer.named_parameters())[f"{part}.weight"] for part in ("gate", "up", "down"))
         expected = (activation(x @ gate.T) * (x @ up.T)) @ down.T
         torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
-    plain = feed_forward(replace(SMALL, activation="gelu"))
-    assert isinstance(plain.up, nn.Linear)
-    expected = plain.down(exact_gelu(plain.up(x)))
-    torch.testing.assert_close(plain(x), expected, rtol=1e-5, atol=1e-6)
+    for name, activation in (("gelu", exact_gelu), ("silu", lambda x: x * torch.sigmoid(x))):
+        plain = feed_forward(replace(SMALL, activation=name))  # type: ignore[arg-type]
+        assert isinstance(plain.up, nn.Linear)
+        expected = plain.down(activation(plain.up(x)))
+        torch.testing.assert_close(plain(x), expected, rtol=1e-5, atol=1e-6)
 
 
 def exact_gelu(x: Tensor) -> Tensor:
@@ -236,15 +256,87 @@ def test_learned_positions_are_rows_of_a_table_and_end_with_it() -> None:
         embedding(tokens, 7)
 
 
+def bucket(distance: int, causal: bool, count: int, farthest: int) -> int:
+    """Raffel et al. 2020, section 2.1, by integers: the largest step whose logarithm is not above the distance's."""
+    if not causal:
+        return bucket(-abs(distance), True, count // 2, farthest) + (count // 2 if distance > 0 else 0)
+    away, single = max(0, -distance), count // 2
+    if away < single:
+        return away
+    # away / single >= (farthest / single)^(step / (count - single)), without a logarithm
+    steps = [
+        s
+        for s in range(count - single)
+        if away ** (count - single) * single**s >= farthest**s * single ** (count - single)
+    ]
+    return single + max(steps)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("count", "farthest"), [(32, 128), (8, 20)])
+def test_relative_buckets_are_those_of_t5(causal: bool, count: int, farthest: int) -> None:
+    config = replace(SMALL, positions="relative", relative_buckets=count, relative_distance=farthest)
+    distances = [*range(-300, 301), -100_000, 100_000]
+    found = RelativePositions(config, causal).buckets(torch.tensor(distances)).tolist()
+    assert found == [bucket(distance, causal, count, farthest) for distance in distances]
+    nowhere = set() if causal else {count // 2}  # distance 0 is not in front
+    assert set(found) == set(range(count)) - nowhere
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "matmul", "reference"])
+@torch.no_grad()
+def test_relative_positions_are_added_to_the_scores(kernel: Any) -> None:
+    """softmax(q k / sqrt(d_k) + table), written out, with pads; the causal one also as a cache asks for it."""
+    config = replace(SMALL, positions="relative", d_k=6, d_v=10, relative_buckets=8, relative_distance=6)
+    for causal in (False, True):
+        layer = self_attention(config, attention_kernel(kernel), causal)
+        x, mask = random(2, 9, 32), torch.tensor([9, 5])[:, None] > torch.arange(9)
+        query, key, value = (
+            part(x).view(2, 9, 4, -1).transpose(1, 2) for part in (layer.query, layer.key, layer.value)
+        )
+        assert layer.relative is not None
+        table = torch.tensor([[bucket(k - q, causal, 8, 6) for k in range(9)] for q in range(9)])
+        scores = query @ key.mT / 6**0.5 + layer.relative.weight[:, table]
+        visible = mask[:, None, None] & (torch.ones(9, 9).tril().bool() if causal else True)
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        expected = layer.output((weights @ value).transpose(1, 2).flatten(2))
+        found = layer(x, x, mask[:, None, None], causal)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[1, :5], expected[1, :5], rtol=1e-5, atol=1e-6)
+    newest = layer.attend_to(x[:, 7:], layer.keys_values(x), mask[:, None, None], True, first=7)
+    torch.testing.assert_close(newest[0], expected[0, 7:], rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_final_norm_and_biases_are_where_they_belong() -> None:
+    model = build({"final_norm": True, "output_bias": True}).eval()
+    source, target_in, _ = batch()
+    hidden = model(source, target_in)
+    assert model.decoder.norm is not None
+    model.decoder.norm.bias.fill_(3.0)
+    torch.testing.assert_close(model(source, target_in), hidden + 3.0)
+    assert model.output_bias is not None
+    before = model.logits(hidden)
+    model.output_bias.copy_(torch.arange(VOCAB))
+    torch.testing.assert_close(model.logits(hidden), before + torch.arange(VOCAB))
+    assert build({"norm": "pre", "final_norm": False}).encoder.norm is None
+
+
 @torch.no_grad()
 def test_what_is_tied_is_one_matrix_and_what_is_not_is_not() -> None:
     names = {tied: {name for name, _ in build({"tied": tied}).named_parameters() if "layers" not in name}
-             for tied in ("all", "decoder", "none")}  # fmt: skip
+             for tied in ("all", "inputs", "decoder", "none")}  # fmt: skip
     assert names["all"] == {"embedding.weight"}
+    assert names["inputs"] == {"embedding.weight", "projection.weight"}
     assert names["decoder"] == {"embedding.weight", "source_embedding.weight"}
     assert names["none"] == {"embedding.weight", "source_embedding.weight", "projection.weight"}
     source = batch()[0]
-    for tied, touched in (("all", (True, True)), ("decoder", (False, True)), ("none", (False, False))):
+    for tied, touched in (
+        ("all", (True, True)),
+        ("inputs", (True, False)),
+        ("decoder", (False, True)),
+        ("none", (False, False)),
+    ):
         model = build({"tied": tied}).eval()
         memory, hidden = model.encode(source), random(3, 32)
         logits = model.logits(hidden)
@@ -277,6 +369,8 @@ def test_two_vocabularies_embed_the_source_in_its_own() -> None:
     [
         (replace(SMALL, kv_heads=3), "model.kv_heads: expected a divisor of model.heads=4, found 3"),
         (replace(SMALL, positions="rotary", d_k=5, d_v=8), "d_k must be even, found 5"),
+        (replace(SMALL, positions="relative", relative_buckets=7), "expected an even number .* found 7"),
+        (replace(SMALL, positions="relative", relative_distance=16), "relative_distance=16, found 32"),
         (replace(SMALL, positions="learned", max_positions=250), "more than data.max_length=250"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_packed_product_is_the_product(rows: int, bias: bool) -> None:
 @needs_kernels
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tied": "none", "activation": "swiglu", "norm": "pre", "kv_heads": 2, "source": 620}],
+    [{}, {"tied": "none", "norm": "pre", "kv_heads": 2, "source": 620, "attention_bias": True, "output_bias": True}],
     ids=["the paper's", "another"],
 )
 def test_a_packed_model_translates_and_scores_alike(changes: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from dist_tfm.model.transformer import Transformer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = ModelConfig()
+OUTSIDE = dict.fromkeys(("source_embedding", "projection", "score_bias"), "embedding")
 
 
 def load(name: str) -> Config:
@@ -28,7 +29,7 @@ def built(config: ModelConfig, vocab_size: int, source_vocab_size: int | None = 
     with torch.device("meta"):
         model = Transformer(config, vocab_size, source_vocab_size)
     for name, parameter in model.named_parameters():
-        part = {"source_embedding": "embedding", "projection": "embedding"}.get(first := name.split(".")[0], first)
+        part = OUTSIDE.get(first := name.split(".")[0], first)
         counts[part] = counts.get(part, 0) + parameter.numel()
     return counts
 
@@ -61,6 +62,9 @@ def test_the_formula_counts_every_bundled_model(name: str, total: int) -> None:
         replace(BASE, norm="pre", normalization="rms", activation="swiglu"),
         replace(BASE, activation="geglu", tied="decoder"),
         replace(BASE, tied="none", positions="learned", max_positions=77),
+        replace(BASE, attention_bias=True, output_bias=True, final_norm=True, kv_heads=4, d_v=24),
+        replace(BASE, norm="pre", final_norm=False, positions="relative", relative_buckets=10),
+        replace(BASE, tied="inputs", positions="learned", max_positions=77, activation="geglu_tanh"),
         replace(BASE, norm="deep", positions="rotary", activation="gelu", tied="decoder"),
     ],
 )

@@ -62,6 +62,25 @@ def test_it_equals_the_plain_loss(chunk: int, monkeypatch: pytest.MonkeyPatch) -
         assert (found - expected).abs().max() <= 1e-13 * expected.abs().max()
 
 
+@pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 1000], ids=["a row", "three rows", "all rows"])
+def test_a_bias_of_the_scores_is_added_and_learns(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    given = torch.randn(VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    biases = [given.clone().requires_grad_() for _ in range(2)]
+
+    def with_bias(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return projected_loss(hidden, weight, labels, 0.1, whole(), biases[0])
+
+    def plainly(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return smoothed_cross_entropy(F.linear(hidden, weight, biases[1]), labels, 0.1)
+
+    found, expected = (differentiated(loss, *problem(torch.float64)) for loss in (with_bias, plainly))
+    assert biases[0].grad is not None
+    assert biases[1].grad is not None
+    for mine, right in zip([*found, biases[0].grad], [*expected, biases[1].grad], strict=True):
+        assert (mine - right).abs().max() <= 1e-13 * right.abs().max()
+
+
 def test_in_bf16_gradients_are_as_near_to_exact_ones_as_the_plain_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 chunks: a sum in bf16 over them would lose the small addends (an error of 10 %)."""
     hidden, weight, labels = problem(torch.bfloat16, rows=300)

@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reference": {"attention": "reference"},
     "learned": {"positions": "learned", "tied": "none"},
     "rotary": {"positions": "rotary", "kv_heads": 1, "normalization": "rms"},
+    "relative": {"positions": "relative", "relative_buckets": 8, "relative_distance": 6, "output_bias": True},
     "d_v": {"positions": "sinusoidal_concatenated", "d_v": 5, "norm": "deep"},
 }
 
