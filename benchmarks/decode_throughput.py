@@ -96,7 +96,7 @@ def _hand_over(ours: "Ours", peer: Peer, options: argparse.Namespace) -> str:
     """Gives the peer our weights; its version."""
     from safetensors.torch import save_file
 
-    from benchmarks.marian import marian_settings, marian_weights
+    from dist_tfm.interop.marian import marian_settings, marian_weights
 
     with tempfile.TemporaryDirectory(prefix="dist_tfm-benchmark-") as folder:
         weights = str(Path(folder) / "weights.safetensors")

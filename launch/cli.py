@@ -15,6 +15,7 @@ VERBS = {
     "train": ("dist_tfm.train", "train a model (resumes by itself)"),
     "evaluate": ("dist_tfm.evaluate", "score translations, or how probable a model finds given ones"),
     "average": ("dist_tfm.average", "average the weights of a run"),
+    "import": ("dist_tfm.import_model", "import a Marian or T5 model that transformers has saved"),
     "translate": ("dist_tfm.translate", "translate lines with one or several checkpoints"),
     "prepare": ("data_pipeline.prepare", "corpus to tokenizer to shards"),
     "browse": ("data_pipeline.browse", "show, verify and count what shards hold"),

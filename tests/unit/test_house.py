@@ -17,6 +17,7 @@ LAYERS = [
     "dist_tfm.<entry>",
     "dist_tfm.training",
     "dist_tfm.inference",
+    "dist_tfm.interop",
     "dist_tfm.metrics",
     "dist_tfm.checkpoint",
     "dist_tfm.engine",
@@ -39,7 +40,7 @@ def layer(module: str) -> str | None:
         return parts[0]
     if parts[0] != "dist_tfm" or len(parts) == 1:
         return None
-    if parts[1] in ("train", "translate", "evaluate", "average"):
+    if parts[1] in ("train", "translate", "evaluate", "average", "import_model"):
         return "dist_tfm.<entry>"
     return ".".join(parts[:2])
 
