@@ -87,6 +87,7 @@ def _speed_faults(sections: Mapping[str, Any]) -> list[str]:
         f"parallel.tp={parallel.tp}": parallel.tp > 1,
         f"parallel.pp={parallel.pp}": parallel.pp > 1,
         "data.packing=true": data.packing,
+        "model.self_attention=window": sections["model"].self_attention == "window",
         f"train.activation_checkpointing={train.activation_checkpointing}": (
             train.activation_checkpointing in ("attention", "feed_forward")
         ),
@@ -113,6 +114,17 @@ def _model_faults(model: ModelConfig, data: DataConfig) -> list[str]:
             "model.relative_buckets: expected an even number (half of them for each direction) below twice "
             f"model.relative_distance={model.relative_distance}, found {model.relative_buckets}"
         )
+    if model.self_attention == "linear":
+        if model.positions in ("rotary", "relative"):
+            faults.append(
+                f"model.self_attention: linear has no scores that model.positions={model.positions} could act on; "
+                "choose positions of the input, as sinusoidal"
+            )
+        if model.attention_dropout:
+            faults.append(
+                "model.attention_dropout: expected 0 with model.self_attention=linear, which has no weights to drop, "
+                f"found {model.attention_dropout}"
+            )
     if model.positions == "learned" and data.max_length >= model.max_positions:
         faults.append(
             f"model.max_positions: expected more than data.max_length={data.max_length} (EOS takes a position too), "

@@ -59,6 +59,8 @@ class ModelConfig:
     output_bias: bool = False  # a bias for each token's score; the paper has none, Marian has
     tied: Literal["all", "inputs", "decoder", "none"] = "all"  # which of source, target embedding, projection are one
     layer_norm_eps: Fraction = 1e-6
+    self_attention: Literal["full", "window", "linear"] = "full"  # the others are other functions, not faster kernels
+    window: Positive = 128  # of window: how far a query sees, to each side
     attention: Literal["auto", "sdpa", "matmul", "reference"] = "auto"  # docs/speed.md
 
     @property

@@ -8,6 +8,7 @@ counted whole, as the dense product that it is written as. A training step costs
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -55,12 +56,27 @@ def forward_flops(model: ModelConfig, vocab_size: int, sums: LengthSums) -> int:
     matrices = 3 if model.gated else 2
     feed_forward = 2 * matrices * d * model.d_ff
     products = 2 * heads * (d_k + d_v)  # scores and weighted sum, for each pair of positions
-    encoder = sums.source * (query + key + value + out + feed_forward) + sums.source_source * products
-    decoder_self = sums.target * (query + key + value + out) + sums.target_target * products
+    own = partial(_self_products, model)
+    encoder = sums.source * (query + key + value + out + feed_forward)
+    encoder += own(sums.source, sums.source_source, 2 * model.window + 1)
+    decoder_self = sums.target * (query + key + value + out) + own(sums.target, sums.target_target, model.window + 1)
     decoder_cross = sums.target * (query + out) + sums.source * (key + value) + sums.source_target * products
     decoder = decoder_self + decoder_cross + sums.target * feed_forward
     projection = sums.target * 2 * d * vocab_size
     return model.encoder_layers * encoder + model.decoder_layers * decoder + projection
+
+
+def _self_products(model: ModelConfig, tokens: int, pairs: int, seen: int) -> int:
+    """FLOPs of one self-attention's products over `tokens` in `pairs` of positions; seen: keys in a window.
+
+    window: at most `seen` keys a token, at most all (an upper bound, where only some sentences are longer than it).
+    linear: the sum of keys and values, and the product of queries with it.
+    """
+    if model.self_attention == "linear":
+        return tokens * 2 * model.heads * 2 * model.key_width * model.value_width
+    if model.self_attention == "window":
+        pairs = min(pairs, tokens * seen)
+    return pairs * 2 * model.heads * (model.key_width + model.value_width)
 
 
 def training_flops(model: ModelConfig, vocab_size: int, sums: LengthSums) -> int:

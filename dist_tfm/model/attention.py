@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention_kernels import ExactBackend, chosen_backend, products_attention, show_blind_rows
 from dist_tfm.model.packed import Lengths, Segments, attend_packed
-from dist_tfm.model.positions import RelativePositions, RotaryPositions, rotary_positions
+from dist_tfm.model.positions import RelativePositions, RotaryPositions
 
 BackendName = Literal["auto"] | ExactBackend
 
@@ -262,12 +262,6 @@ class MultiHeadAttention(nn.Module):
         if self.relative is None or isinstance(first, Lengths):
             return None
         return self.relative.bias(first, queries, keys)
-
-
-def self_attention(config: ModelConfig, attend: Attend, causal: bool) -> MultiHeadAttention:
-    """The self-attention that the configuration names; `causal` as it will be called (the decoder's is)."""
-    relative = RelativePositions(config, causal) if config.positions == "relative" else None
-    return MultiHeadAttention(config, attend, rotary_positions(config), relative)
 
 
 def _split(projected: Tensor, heads: int) -> Tensor:

@@ -13,10 +13,11 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from dist_tfm.config.schema import ModelConfig
-from dist_tfm.model.attention import Attend, KeysValues, MultiHeadAttention, self_attention
+from dist_tfm.model.attention import Attend, KeysValues, MultiHeadAttention
 from dist_tfm.model.feed_forward import feed_forward
 from dist_tfm.model.norm import Sublayer, connection, layer_norm
 from dist_tfm.model.packed import Segments
+from dist_tfm.model.self_attention import self_attention
 
 SOURCE_EMBEDDING, TARGET_EMBEDDING, FIRST_LAYER = 0, 1, 2
 """Layer numbers; the decoder's first layer is FIRST_LAYER + number of encoder layers."""

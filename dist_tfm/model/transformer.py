@@ -116,7 +116,8 @@ class Transformer(nn.Module):
         exact = chosen_backend(device, dtype) if name == "auto" else name
         if not self.packed:
             return exact
-        fused = name in ("auto", "sdpa") and config.positions != "relative"
+        full = config.self_attention == "full" and config.positions != "relative"
+        fused = name in ("auto", "sdpa") and full
         widths = config.key_width, config.value_width
         runs = fused and varlen_kernel_runs(device, dtype, widths, config.attention_dropout)
         return "varlen" if runs else f"packed-{exact}"

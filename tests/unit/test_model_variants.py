@@ -21,7 +21,6 @@ from dist_tfm.model.attention import (
     attend_reference,
     attend_sdpa,
     attention_kernel,
-    self_attention,
 )
 from dist_tfm.model.embedding import Embedding
 from dist_tfm.model.feed_forward import feed_forward
@@ -29,6 +28,7 @@ from dist_tfm.model.initialization import deep_norm_gain, initial_value, initial
 from dist_tfm.model.layers import EncoderLayer
 from dist_tfm.model.norm import deep_norm_factors, layer_norm
 from dist_tfm.model.positions import RelativePositions, RotaryPositions, concatenated_sinusoids, sinusoids
+from dist_tfm.model.self_attention import self_attention
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.training.loss import TranslationLoss
 
@@ -51,6 +51,13 @@ VARIANTS: Mapping[str, dict[str, object]] = {
     "marian": {
         **{"positions": "sinusoidal_concatenated", "activation": "silu", "attention_bias": True, "output_bias": True},
     },
+    "window": {"self_attention": "window", "window": 2},
+    "window_relative": {
+        **{"self_attention": "window", "window": 3, "positions": "relative", "kv_heads": 2, "attention": "reference"},
+        **{"relative_buckets": 8, "relative_distance": 6},
+    },
+    "linear": {"self_attention": "linear"},
+    "linear_narrow": {"self_attention": "linear", "d_k": 2, "kv_heads": 2, "norm": "pre"},
     "final_norm": {"final_norm": True, "attention_bias": True},
     "grouped": {"kv_heads": 2},
     "multi_query": {"kv_heads": 1, "attention": "reference"},
@@ -369,6 +376,8 @@ def test_two_vocabularies_embed_the_source_in_its_own() -> None:
     [
         (replace(SMALL, kv_heads=3), "model.kv_heads: expected a divisor of model.heads=4, found 3"),
         (replace(SMALL, positions="rotary", d_k=5, d_v=8), "d_k must be even, found 5"),
+        (replace(SMALL, self_attention="linear", positions="rotary"), "no scores that model.positions=rotary"),
+        (replace(SMALL, self_attention="linear", attention_dropout=0.1), "expected 0 .* no weights to drop, found 0.1"),
         (replace(SMALL, positions="relative", relative_buckets=7), "expected an even number .* found 7"),
         (replace(SMALL, positions="relative", relative_distance=16), "relative_distance=16, found 32"),
         (replace(SMALL, positions="learned", max_positions=250), "more than data.max_length=250"),

@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "learned": {"positions": "learned", "tied": "none"},
     "rotary": {"positions": "rotary", "kv_heads": 1, "normalization": "rms"},
     "relative": {"positions": "relative", "relative_buckets": 8, "relative_distance": 6, "output_bias": True},
+    "window": {"self_attention": "window", "window": 2, "positions": "rotary"},
     "d_v": {"positions": "sinusoidal_concatenated", "d_v": 5, "norm": "deep"},
 }
 

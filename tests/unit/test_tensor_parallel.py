@@ -93,8 +93,10 @@ def test_head_widths_need_not_divide_d_model() -> None:
         {"activation": "geglu", "positions": "learned", "max_positions": 50, "tied": "none"},
         {"positions": "relative", "norm": "pre", "normalization": "rms", "tied": "inputs", "activation": "geglu_tanh"},
         {"attention_bias": True, "output_bias": True, "final_norm": True, "activation": "silu", "kv_heads": 2},
+        {"self_attention": "window", "window": 3, "positions": "relative", "kv_heads": 2},
+        {"self_attention": "linear", "d_k": 3, "d_v": 5},
     ],
-    ids=["modern", "deep", "untied", "t5", "marian"],
+    ids=["modern", "deep", "untied", "t5", "marian", "window", "linear"],
 )
 def test_variants_of_the_model_equal_the_whole_ones(variant: dict[str, Any]) -> None:
     assert worst_difference(replace(CONFIG, **variant), 2) < 1e-12
