@@ -80,8 +80,8 @@ def _speed_faults(sections: Mapping[str, Any]) -> list[str]:
         )
     if precision.dtype == "fp16" and parallel.pp > 1:
         faults.append(
-            f"precision.dtype: expected bf16 or fp32 with parallel.pp={parallel.pp} (each stage would keep a loss scale "
-            "of its own), found fp16"
+            f"precision.dtype: expected bf16 or fp32 with parallel.pp={parallel.pp} (each stage would keep a loss "
+            "scale of its own), found fp16"
         )
     unlike = {
         f"parallel.tp={parallel.tp}": parallel.tp > 1,

@@ -100,13 +100,13 @@ class StagePlan:
                 return (self._stage_of(first + count - 1),)
         if part == "source_embedding":
             return (0,)
-        if part == "projection":
+        if part in ("projection", "score_bias"):
             return (self.last,)
         if part == "embedding":
             stages = {self.target_stage}
-            if self.model.tied == "all":
+            if self.model.tied in ("all", "inputs"):
                 stages.add(0)
-            if self.model.tied != "none" and not rest.startswith("positions"):
+            if self.model.tied in ("all", "decoder") and not rest.startswith("positions"):
                 stages.add(self.last)
             return tuple(sorted(stages))
         raise ValueError(f"expected the canonical name of a parameter of the Transformer, found {name!r}")
@@ -141,7 +141,7 @@ def layer_costs(model: ModelConfig, vocab_size: int, length: int = TYPICAL_LENGT
     Both attentions have the same cost where both sides are of one length. Looking embeddings up costs none.
     """
     width, heads, shared = model.d_model, model.heads, model.key_value_heads
-    matrices = 3 if model.activation in ("swiglu", "geglu") else 2
+    matrices = 3 if model.gated else 2
     attention = 2 * width * (heads + shared) * (model.key_width + model.value_width) * length
     attention += 2 * heads * (model.key_width + model.value_width) * length * length
     return LayerCosts(

@@ -171,6 +171,10 @@ VARIANTS = {
     "learned": replace(BASE, positions="learned"),
     "learned_tied_decoder": replace(BASE, positions="learned", tied="decoder", norm="pre"),
     "untied": replace(BASE, tied="none"),
+    "t5": replace(BASE, positions="relative", norm="pre", normalization="rms", tied="inputs", activation="geglu_tanh"),
+    "marian": replace(BASE, attention_bias=True, output_bias=True, final_norm=True, activation="silu"),
+    "window": replace(BASE, self_attention="window", window=3, positions="relative"),
+    "linear": replace(BASE, self_attention="linear"),
     "uneven": replace(BASE, encoder_layers=1, decoder_layers=3),
 }
 
