@@ -40,6 +40,10 @@ class DamagedError(InputError):
     """A part of a shard is corrupt, truncated or missing: what data.on_error: skip leaves out."""
 
 
+class StoppedError(Exception):
+    """Reading was given up because its loader is being closed or moved; nobody is to be told."""
+
+
 class DivergedError(DistTfmError):
     """Training diverged: exit 3."""
 

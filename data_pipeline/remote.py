@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from data_pipeline.errors import ConfigError, DamagedError, DistTfmError, InputError, RunError, shorten
+from data_pipeline.errors import ConfigError, DamagedError, DistTfmError, InputError, RunError, StoppedError, shorten
 
 PROTOCOLS = ("http", "https", "s3", "gs", "hf", "az", "abfs", "memory", "file")
 """What a URL may begin with: file systems that give bytes and do nothing else."""
@@ -27,6 +27,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _MAY_PASS = (408, 425, 429)
 """Answers of the 4xx kind that another attempt may not meet."""
 
+Stop = Callable[[], bool]
 Check = Callable[[bytes], str | None]
 """What is wrong with an answer ("is truncated ..."); None: nothing."""
 
@@ -79,8 +80,16 @@ class Remote:
         known = self._patiently(file, lambda path: self._files.info(path).get("size"), lambda _: None)
         return -1 if known is None else int(known)
 
-    def fetch(self, file: str, check: Check = lambda _: None, start: int | None = None, size: int = 0) -> bytes:
-        """The content of a file or, with `start`, `size` bytes of it from there.
+    def fetch(
+        self,
+        file: str,
+        check: Check = lambda _: None,
+        start: int | None = None,
+        size: int = 0,
+        stop: Stop = lambda: False,
+    ) -> bytes:
+        """The content of a file or, with `start`, `size` bytes of it from there. Once stop() says True no further
+        attempt is made, and StoppedError is raised.
 
         Raises DamagedError for a file that is missing, or fails `check` at every attempt; InputError if it may not be
         read, RunError if it cannot be reached.
@@ -96,14 +105,16 @@ class Remote:
                 return f"gave {len(data)} of {size} bytes at byte {start}"
             return check(data)
 
-        return self._patiently(file, read, whole)
+        return self._patiently(file, read, whole, stop)
 
-    def _patiently(self, file: str, read: Callable[[str], T], check: Callable[[T], str | None]) -> T:
+    def _patiently(
+        self, file: str, read: Callable[[str], T], check: Callable[[T], str | None], stop: Stop = lambda: False
+    ) -> T:
         pause, error = self._first_pause, cast(DistTfmError, None)  # set by the first attempt
         for attempt in range(self._attempts):
             if attempt:
                 # Half of it by chance, so that many ranks do not come back all at once.
-                time.sleep(pause * random.uniform(0.5, 1.0))
+                _wait(pause * random.uniform(0.5, 1.0), stop)
                 pause = min(2 * pause, LONGEST_PAUSE)
             try:
                 answer = read(f"{self._root}/{file}")
@@ -135,6 +146,14 @@ class Remote:
         if isinstance(fault, ImportError | NotImplementedError):
             return InputError(f"{self.name(file)} cannot be read ({_said(fault)}): install what it needs")
         return None
+
+
+def _wait(seconds: float, stop: Stop) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if stop():
+            raise StoppedError
+        time.sleep(min(left, 0.1))
 
 
 def _said(fault: Exception) -> str:

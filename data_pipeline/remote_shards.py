@@ -15,7 +15,7 @@ from data_pipeline.block_cache import BlockCache, held
 from data_pipeline.errors import InputError, describe_os_error
 from data_pipeline.files import sha256_of, write_bytes_atomically
 from data_pipeline.index import INDEX_FILE, Index, ShardEntry, read_index
-from data_pipeline.remote import Check, Remote
+from data_pipeline.remote import Check, Remote, Stop
 
 _AT_ONCE = 8 << 20
 
@@ -34,7 +34,7 @@ class RemoteSegments:
     def check(self, shard: ShardEntry) -> None:
         """Nothing: to ask for the size of thousands of shards takes minutes, and blocks are checked when read."""
 
-    def read(self, shard: ShardEntry, inside: int) -> bytes:
+    def read(self, shard: ShardEntry, inside: int, stop: Stop = lambda: False) -> bytes:
         """The bytes of a block, whole and with the checksum of the index. Raises InputError, RunError."""
         place, checksum = shard.blocks[inside], shard.block_checksums[inside]
 
@@ -44,7 +44,7 @@ class RemoteSegments:
             return f"gave a damaged block at byte {place.offset} (its checksum differs from the index)"
 
         def fetch() -> bytes:
-            return self._remote.fetch(f"{self._split}/{shard.file}", differs, place.offset, place.bytes)
+            return self._remote.fetch(f"{self._split}/{shard.file}", differs, place.offset, place.bytes, stop)
 
         return self._cache.get(shard.checksum, inside, checksum, fetch)
 

@@ -14,7 +14,7 @@ import io
 import os
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -117,8 +117,9 @@ class Segments(Protocol):
         """Looks at presence and size of a shard as far as that is cheap. Raises InputError."""
         ...
 
-    def read(self, shard: ShardEntry, inside: int) -> bytes:
-        """The bytes of block `inside` of a shard; fewer if the file ends before. Raises InputError, RunError."""
+    def read(self, shard: ShardEntry, inside: int, stop: Callable[[], bool] = lambda: False) -> bytes:
+        """The bytes of block `inside` of a shard; fewer if the file ends before. What takes long is given up once
+        stop() says True. Raises InputError, RunError, StoppedError."""
         ...
 
     def checksum(self, shard: ShardEntry) -> str:
@@ -148,7 +149,7 @@ class LocalSegments:
             kind = "truncated" if size < shard.bytes else "too long"
             raise DamagedError(f"shard {path} is {kind} ({size} of {shard.bytes} bytes): {self.mend}")
 
-    def read(self, shard: ShardEntry, inside: int) -> bytes:
+    def read(self, shard: ShardEntry, inside: int, stop: Callable[[], bool] = lambda: False) -> bytes:
         """See `Segments`."""
         place, path = shard.blocks[inside], self._folder / shard.file
         try:
@@ -254,12 +255,13 @@ class ShardReader:
         """sha256 of a shard's whole file, as it is now. Raises InputError, RunError."""
         return self._segments.checksum(shard)
 
-    def block(self, number: int) -> Block:
-        """Reads and checks one block. Raises InputError that names shard, block and byte offset."""
+    def block(self, number: int, stop: Callable[[], bool] = lambda: False) -> Block:
+        """Reads and checks one block. Raises InputError that names shard, block and byte offset; StoppedError if it is
+        given up because stop() says True."""
         shard, inside = self._places[number]
         place = shard.blocks[inside]
         where = f"{self._segments.name(shard)}, block {number} at byte {place.offset}"
-        data = self._segments.read(shard, inside)
+        data = self._segments.read(shard, inside, stop)
         if len(data) != place.bytes:
             raise DamagedError(f"{where}: truncated ({len(data)} of {place.bytes} bytes): {self.mend}")
         if zlib.crc32(data) != shard.block_checksums[inside]:

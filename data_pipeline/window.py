@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.api import BOS, EOS, PAD, UNK, Batch, DataConfig, Unreadable, zero_weight_batch
-from data_pipeline.errors import ConfigError, DamagedError, InputError, shown
+from data_pipeline.errors import ConfigError, DamagedError, InputError, StoppedError, shown
 from data_pipeline.lanes import lanes_filled
 from data_pipeline.plan import Cuts, Plan, Rows, cut_window, largest_micro_batch, window_blocks
 from data_pipeline.ragged import Integers, positions_of, smallest_unsigned, starts_of
@@ -128,7 +128,7 @@ def read_blocks(
         count = int(reader.block_pairs[number])
         places = [slice(int(side[end - count]), int(side[end])) for side in starts]
         try:
-            block = reader.block(number)
+            block = reader.block(number, stop)
         except DamagedError as fault:
             if not skip_damaged:
                 raise
@@ -141,10 +141,6 @@ def read_blocks(
     prefixes = (np.array(part.tag, dtype=np.int64), NOTHING)
     source, target = (Side(flats[i], starts[i][:-1], lengths[:, i], prefixes[i]) for i in (0, 1))
     return Pairs(source, target, ids + part.first_id, part.number, tuple(unreadable))
-
-
-class StoppedError(Exception):
-    """Reading was given up because its loader is being closed or moved."""
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ def test_what_goes_wrong_in_the_background_reaches_the_caller(tmp_path: Path, wo
         second_window = next(i for i in range(10_000) if healthy.next_step().next_position.window == 1) + 1
     with BlockLoader(reader, config, 1, 0, 1) as loader:
         before = reader.block
-        reader.block = lambda number: (_ for _ in ()).throw(InputError(f"block {number} is damaged"))  # type: ignore
+        reader.block = lambda number, *_: (_ for _ in ()).throw(InputError(f"block {number} is damaged"))  # type: ignore
         found = [step_key(step) for step in take(loader, second_window)]
         assert found == expected[:second_window], "steps that can be had are given"
         for _ in range(2):
@@ -243,7 +243,7 @@ def test_closing_leaves_no_thread_and_gives_no_more(reader: ShardReader) -> None
 def test_the_time_to_the_first_batch_reads_one_window(reader: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     original = ShardReader.block
-    monkeypatch.setattr(ShardReader, "block", lambda self, n: read.append(n) or original(self, n))
+    monkeypatch.setattr(ShardReader, "block", lambda self, n, *more: read.append(n) or original(self, n, *more))
     for position in (Position(0, 0, 0), Position(40, 3, 1)):
         read.clear()
         with BlockLoader(reader, CONFIG, 1, 0, 1, position) as loader:

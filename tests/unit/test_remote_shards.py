@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from data_pipeline import browse
 from data_pipeline.api import DataConfig, TokenizerConfig
 from data_pipeline.block_cache import BlockCache, cache_folder
-from data_pipeline.errors import ConfigError, DamagedError, DistTfmError, InputError, RunError
+from data_pipeline.errors import ConfigError, DamagedError, DistTfmError, InputError, RunError, StoppedError
 from data_pipeline.loader import BlockLoader
 from data_pipeline.prepare import prepare
 from data_pipeline.prepared import (
@@ -172,6 +173,17 @@ def test_a_server_that_is_gone_is_one_sentence(shards: Path, tmp_path: Path) -> 
             act()
         assert e.value.exit_code == 1
         assert "\n" not in str(e.value)
+
+
+def test_a_loader_that_is_closed_makes_no_further_attempt(served: Served, shards: Path, tmp_path: Path) -> None:
+    remote = Remote(served.url, attempts=4, first_pause=30.0)
+    segments = RemoteSegments(remote, TRAIN, BlockCache(tmp_path))
+    served.faults, served.forever = ["503"], True
+    started = time.monotonic()
+    with pytest.raises(StoppedError):
+        segments.read(open_prepared(shards).train.index.shards[0], 0, stop=lambda: bool(served.requests))
+    assert time.monotonic() - started < 15.0, "the pause is 15 seconds at least"
+    assert len(served.requests) == 1
 
 
 def test_other_shards_at_the_same_url_are_not_mixed_up(shards: Path, tmp_path: Path) -> None:
