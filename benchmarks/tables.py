@@ -1,4 +1,5 @@
-"""Writes the tables of docs/benchmarks.md from the rows in benchmarks/results/: `python benchmarks/tables.py`.
+"""Writes the tables of docs/benchmarks.md and the README from the rows in benchmarks/results/: `python
+benchmarks/tables.py`.
 
 A table stands between two markers, the first of which names the file of rows and the prefixes of the names to show:
 
@@ -22,6 +23,7 @@ from data_pipeline.errors import InputError
 from data_pipeline.settings import run_main
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
+DOCUMENTS = (DOCUMENT, ROOT / "README.md")
 RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(
     r"(?P<start><!-- table: (?P<file>\w+)(?P<prefixes>( [\w-]+)+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL
@@ -55,18 +57,19 @@ def captioned(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The program: rewrites the document, or with --check only says whether it is up to date."""
+    """The program: rewrites the documents, or with --check only says whether they are up to date."""
     parser = argparse.ArgumentParser(prog="tables.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 2 if the tables are not up to date")
     options = parser.parse_args(list(argv))
-    before = DOCUMENT.read_text(encoding="utf-8")
-    after = render(before)
-    if options.check and after != before:
-        raise InputError(
-            f"{DOCUMENT.relative_to(ROOT)} differs from the recorded rows: run python benchmarks/tables.py"
-        )
-    if after != before:
-        DOCUMENT.write_text(after, encoding="utf-8")
+    for document in DOCUMENTS:
+        before = document.read_text(encoding="utf-8")
+        after = render(before)
+        if options.check and after != before:
+            raise InputError(
+                f"{document.relative_to(ROOT)} differs from the recorded rows: run python benchmarks/tables.py"
+            )
+        if after != before:
+            document.write_text(after, encoding="utf-8")
     return 0
 
 

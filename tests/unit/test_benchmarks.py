@@ -76,8 +76,10 @@ def test_recorded_rows_have_the_agreed_format_and_name_no_place(path: Path) -> N
 
 
 def test_the_tables_in_docs_are_those_of_the_recorded_rows() -> None:
-    text = tables.DOCUMENT.read_text(encoding="utf-8")
-    assert tables.render(text) == text
+    for document in tables.DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        assert "<!-- table: " in text
+        assert tables.render(text) == text
     assert tables.main(["--check"]) == 0
 
 
@@ -96,7 +98,7 @@ def test_a_number_changed_by_hand_is_noticed(tmp_path: Path, monkeypatch: pytest
     document.parent.mkdir()
     forged = text[: number.start(1)] + "999,999" + text[number.end(1) :]
     document.write_text(forged, encoding="utf-8")
-    monkeypatch.setattr(tables, "DOCUMENT", document)
+    monkeypatch.setattr(tables, "DOCUMENTS", (document,))
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     with pytest.raises(InputError, match="differs from the recorded rows"):
         tables.main(["--check"])
