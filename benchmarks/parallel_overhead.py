@@ -58,9 +58,9 @@ AGREEMENT = {"fp32": 1e-4, "bf16": 5e-3}
 class Effort:
     """How much to measure.
 
-    micro_batches: of a step; micro_batch_tokens: padded tokens a side of each; rounds: timed steps of each contender,
-    after one that warms up; stages: pipelines whose idle time is computed, with as many micro-batches as a step has and
-    with four times as many.
+    vocabulary: at least that of the corpus; micro_batches: of a step; micro_batch_tokens: padded tokens a side of each;
+    rounds: timed steps of each contender, after one that warms up; stages: pipelines whose idle time is computed, with
+    as many micro-batches as a step has and with four times as many.
     """
 
     model: ModelConfig
@@ -112,8 +112,9 @@ def main(argv: Sequence[str]) -> int:
     )
     launch = dataclasses.replace(config.launch, device="cpu")
     config = dataclasses.replace(config, model=effort.model, data=data, launch=launch, parallel=ParallelConfig())
-    reader = open_prepared(Path(config.data.shards)).train
-    with BlockLoader(reader, config.data, config.train.seed, rank=0, dp=1) as loader:
+    prepared = open_prepared(Path(config.data.shards))
+    effort = dataclasses.replace(effort, vocabulary=max(effort.vocabulary, prepared.tokenizer.vocab_size))
+    with BlockLoader(prepared.train, config.data, config.train.seed, rank=0, dp=1) as loader:
         batches = loader.next_step().micro_batches
     recorder = start_recording(SCRIPT, argv)
     record_kinds(config, batches, options.threads, effort, recorder)

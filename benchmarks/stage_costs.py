@@ -54,7 +54,7 @@ def _stage_alone(
 ) -> Callable[[], Seconds]:
     """Trains one stage on all batches, without updates; seconds of its passes."""
     cpu = torch.device("cpu")
-    model = cut_stage(plan, vocabulary, stage)
+    model = cut_stage(plan, stage, vocabulary)
     initialize(model, config.train.seed)
     module = StageLoss(TranslationLoss(model, config.train.label_smoothing), Stage(model, plan, stage))
     pipeline = Pipeline(plan, stage, MadeUpLinks(), cpu, torch.float32)
