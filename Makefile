@@ -40,13 +40,12 @@ bench: install
 	$(BIN)/python benchmarks/loader_peers.py --setup
 	$(BIN)/python benchmarks/loader_peers.py --json benchmarks/results/loader_peers.json
 	$(BIN)/python benchmarks/plan_quality.py --json benchmarks/results/plan_quality.json
-	$(BIN)/python benchmarks/train_throughput.py --json benchmarks/results/train_throughput.json
+	$(BIN)/python benchmarks/train_throughput.py --setup
+	$(BIN)/python benchmarks/train_throughput.py --against torch,fairseq,eole --json benchmarks/results/train_throughput.json
 	$(BIN)/python benchmarks/parallel_overhead.py --json benchmarks/results/parallel_overhead.json
 	$(BIN)/python benchmarks/decode_throughput.py --setup
 	$(BIN)/python benchmarks/decode_throughput.py --against huggingface --json benchmarks/results/decode_throughput.json
 	$(BIN)/python benchmarks/tiny_trials.py --json benchmarks/results/tiny_trials.json
-	$(BIN)/python benchmarks/decode_throughput.py --setup
-	$(BIN)/python benchmarks/decode_throughput.py --against huggingface --json benchmarks/results/decode_throughput.json
 	$(BIN)/python benchmarks/tables.py
 
 # Kills real training jobs at random moments, at length (the short version is part of `make test`).

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         SCRIPT, DESCRIPTION, SECTIONS, "configs/tiny.yaml", argv, add_options=_add_options, check=check_sections
     )
     if options.setup:
-        set_up(PEER)
+        set_up(PEER, PACKAGES[PEER])
         return 0
     keep_freed_memory()  # as translate.py does
     # Seconds of imports, which --help does not wait for.

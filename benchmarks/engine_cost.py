@@ -102,6 +102,7 @@ class BareLoop:
     def __init__(self, config: Config, vocabulary: int, precision: Precision, device: torch.device) -> None:
         model = Transformer(config.model, vocabulary)
         initialize(model, config.train.seed)
+        model.packed = config.data.packing
         model.to(device)
         self._loss = TranslationLoss(model, config.train.label_smoothing)
         self._weights: list[Tensor] = list(model.parameters())

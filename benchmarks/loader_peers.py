@@ -47,7 +47,7 @@ from benchmarks.pair_stores import (
     write_data_set,
     write_webdataset,
 )
-from benchmarks.peers import Peer, set_up
+from benchmarks.peers import PACKAGES, Peer, set_up
 from benchmarks.plan_quality import corpus_lengths
 from benchmarks.synthetic import write_random_shards
 from data_pipeline.api import DataConfig
@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
     """The program; argv without its name. Returns the exit code, raises DistTfmError."""
     options = parse(argv)
     if options.setup:
-        set_up(MDS)
+        set_up(MDS, PACKAGES[MDS], ("--no-deps",), constrained=False)  # its numpy is an older one
         return 0
     pairs = options.pairs or (400 if options.quick else 50_000)
     rounds = options.rounds or (1 if options.quick else 3)

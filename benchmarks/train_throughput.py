@@ -3,6 +3,9 @@
     python benchmarks/train_throughput.py                       configs/tiny.yaml, fp32 and bf16
     python benchmarks/train_throughput.py --parts engine        only the engine against the bare loop
     python benchmarks/train_throughput.py --config configs/base_ende.yaml --data.shards=shards/mine
+    python benchmarks/train_throughput.py --setup               makes the peers' environments, in .venv-peers/
+    python benchmarks/train_throughput.py --against torch,fairseq,eole
+                                                                all that, and base dimensions beside these peers
 
 Real tokens a second (source + target, pads not counted) of the real loader, model, loss and engine; each dtype in a
 process of its own, so that its peak of memory is its own.
@@ -22,6 +25,7 @@ import tempfile
 from collections.abc import Sequence
 
 from benchmarks.harness import Recorder, add_common_options, finish, positive, read_rows, say, start_recording
+from benchmarks.peers import TRAINING_PACKAGES, set_up
 from data_pipeline.command_line import parse_command_line
 from data_pipeline.prepare import prepare
 from data_pipeline.prepared import open_prepared
@@ -34,7 +38,7 @@ from dist_tfm.parallel.memory import keep_freed_memory
 
 SCRIPT = Path(__file__).name
 DESCRIPTION = "Measures training: tokens a second, share of the GEMM peak, padding, memory; and the engine's own cost."
-DTYPES, PARTS = ("fp32", "bf16"), ("training", "engine")
+DTYPES, PARTS = ("fp32", "bf16"), ("training", "engine", "against")
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +46,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, metavar="N", help="timed training steps (default 60)")
     parser.add_argument("--rounds", type=positive, metavar="N", help="timed steps of the engine part (default 5)")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="default: both")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: both")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: training, engine, and what --against asks")
+    parser.add_argument("--setup", action="store_true", help="only make the peers' environments (takes the network)")
+    parser.add_argument("--against", type=_peers, default=(), metavar="A,B", help=f"of {', '.join(TRAINING_PACKAGES)}")
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    """Names of peers between commas, for argparse."""
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in TRAINING_PACKAGES]:
+        raise argparse.ArgumentTypeError(f"expected names of {', '.join(TRAINING_PACKAGES)}, found {unknown[0]!r}")
+    return names
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,6 +65,10 @@ def main(argv: Sequence[str]) -> int:
     sections, options = parse_command_line(
         SCRIPT, DESCRIPTION, SECTIONS, "configs/tiny.yaml", argv, add_options=_add_options, check=check_sections
     )
+    if options.setup:
+        for peer, packages in TRAINING_PACKAGES.items():
+            set_up(peer, packages, ("--no-deps", "--no-build-isolation"))
+        return 0
     if len(options.dtypes) == 1:
         config = make_config(sections)
         config = dataclasses.replace(
@@ -84,6 +102,8 @@ def _measure(config: Config, options: argparse.Namespace, argv: Sequence[str]) -
     import torch
 
     from benchmarks.engine_cost import PAPERLIKE, QUICK, measure_engine_cost
+    from benchmarks.training_peers import BASE, measure_against
+    from benchmarks.training_peers import QUICK as QUICK_COMPARISON
     from benchmarks.training_speed import measure_training
     from dist_tfm.parallel.topology import shutdown, start
 
@@ -95,12 +115,18 @@ def _measure(config: Config, options: argparse.Namespace, argv: Sequence[str]) -
     rounds = options.rounds or effort.rounds
     effort = dataclasses.replace(effort, rounds=rounds, profiled=min(rounds, effort.profiled))
     try:
+        parts = options.parts or (PARTS if options.against else PARTS[:2])
+        if options.against and "against" in parts:
+            # First, since memory is looked at: its peak is that of all that was done before.
+            comparison = QUICK_COMPARISON if options.quick else BASE
+            comparison = dataclasses.replace(comparison, rounds=options.rounds or comparison.rounds)
+            measure_against(config, options.against, comparison, topology, options.threads, recorder)
         prepare(config.data, config.tokenizer, say)
         prepared = open_prepared(Path(config.data.shards))
-        if "training" in options.parts:
+        if "training" in parts:
             steps, chunk = options.steps or (2 if options.quick else 60), 1 if options.quick else 4
             measure_training(config, prepared, topology, steps, chunk, effort.gemm_seconds, recorder)
-        if "engine" in options.parts:
+        if "engine" in parts:
             measure_engine_cost(config, prepared.train, topology, effort, recorder)
     finally:
         shutdown()

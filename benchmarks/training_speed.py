@@ -51,7 +51,7 @@ def measure_training(
             shares.append(model_flops_utilisation(flops, seconds, peaks[-1]))
             trained += counts
     share, tokens = statistics.median(shares), sum(c.sums.source + c.sums.target for c in trained)
-    recorder.add(f"dist_tfm-{dtype}", statistics.median(speeds), "tokens/s", peak_fraction=share)
+    recorder.add(f"training-{dtype}", statistics.median(speeds), "tokens/s", peak_fraction=share)
     recorder.add(f"gemm-peak-{dtype}", statistics.median(peaks), "FLOP/s", ratio=share)
     recorder.add(f"padding-{dtype}", 1 - tokens / sum(c.padded for c in trained), "fraction")
     recorder.add(f"peak-memory-{dtype}", peak_memory_bytes(topology.device), "bytes")

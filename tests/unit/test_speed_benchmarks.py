@@ -1,0 +1,183 @@
+"""The benchmarks of speed: what they compare is the same work, and they run to their end. No test looks at a time."""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import attention_lengths, gpu_training, train_throughput, training_peers
+from benchmarks.harness import ROOT, Recorder
+from benchmarks.training_peers import QUICK, measure_against
+from benchmarks.training_worker import Worker
+from data_pipeline.api import Batch
+from dist_tfm.config.schema import Config, LaunchConfig
+from dist_tfm.engine.base import LossSums, StepResult
+from dist_tfm.errors import RunError
+from dist_tfm.parallel.environment import read_ranks
+from dist_tfm.parallel.topology import shutdown, start
+from tests.batches import make_batch
+from tests.unit.test_benchmarks import check_rows
+
+torch.set_num_threads(1)
+SIZES = {"layers": 1, "d_model": 16, "heads": 2, "d_ff": 32, "vocabulary": 100, "dropout": 0.1}
+
+
+class PeerHere:
+    """A peer that answers in this process."""
+
+    def __init__(self, name: str, script: str, threads: int) -> None:
+        assert (ROOT / "benchmarks" / script).is_file()
+        self._worker = Worker()
+
+    def __enter__(self) -> "PeerHere":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        assert json.loads(json.dumps(request)) == request
+        rest = {key: value for key, value in request.items() if key != "do"}
+        return json.loads(json.dumps(getattr(self._worker, request["do"])(**rest)))
+
+
+class OwnEngine:
+    """Stands for the engine: notes its micro-batches."""
+
+    trained: list[Batch] = []  # noqa: RUF012 (of the last test)
+
+    def train_batch(self, batches: Sequence[Batch], step: int, tokens: int) -> StepResult:
+        (batch,) = batches
+        assert tokens == batch.target_tokens
+        self.trained.append(batch)
+        assert step == len(self.trained)
+        return StepResult(LossSums(1.0, 1.0, tokens), 1.0, True, 0.1)
+
+    def close(self) -> None:
+        pass
+
+
+def compare(dtype: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, dict[str, Any]]:
+    OwnEngine.trained = []
+    monkeypatch.setattr(training_peers, "Peer", PeerHere)
+    monkeypatch.setattr(training_peers, "build_engine", lambda *_: OwnEngine())
+    recorder = Recorder("python benchmarks/train_throughput.py", "a CPU", "abc", "2026-11-30")
+    config = Config(**changes)
+    object.__setattr__(config.precision, "dtype", dtype)
+    topology = start(read_ranks({}), LaunchConfig(device="cpu"), report=lambda line: None)
+    try:
+        measure_against(config, ("torch",), QUICK, topology, 1, recorder)
+    finally:
+        shutdown()
+    rows = [vars(row) for row in recorder.rows]
+    check_rows(rows)
+    return {row["name"]: row for row in rows}
+
+
+def test_both_sides_train_on_the_same_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Batch] = []
+    train = Worker.train
+
+    def noted(self: Worker, batches: str) -> dict[str, Any]:
+        with np.load(batches, allow_pickle=False) as stored:
+            given.extend(stored[f"labels_{i}"] for i in range(len(stored.files) // 3))
+        return train(self, batches)
+
+    monkeypatch.setattr(Worker, "train", noted)
+    rows = compare("bf16", monkeypatch)
+    assert set(rows) == {"dist_tfm-bf16", "torch-bf16", "memory-512-ours-bf16", "memory-512-torch-bf16"}
+    assert rows["torch-bf16"]["ratio"] > 0
+    assert rows["dist_tfm-bf16"]["ratio"] is None
+    assert rows["torch-bf16"]["peak_fraction"] > 0
+    assert len(given) == len(OwnEngine.trained) == (1 + QUICK.rounds) * QUICK.chunk + 1
+    for theirs, ours in zip(given, OwnEngine.trained, strict=True):
+        assert np.array_equal(theirs, ours.labels)
+    assert OwnEngine.trained[-1].labels.size > QUICK.budget
+
+
+def test_a_peer_of_other_dimensions_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Worker.load
+
+    def wider(self: Worker, sizes: dict[str, Any], **rest: Any) -> dict[str, Any]:
+        return load(self, sizes=sizes | {"d_model": 2 * sizes["d_model"]}, **rest)
+
+    monkeypatch.setattr(Worker, "load", wider)
+    with pytest.raises(RunError, match=r"torch has .* parameters where ours has .*: not the same model"):
+        compare("fp32", monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_torch_peer_learns_what_it_is_given(dtype: str, tmp_path: Path) -> None:
+    worker = Worker()
+    loaded = worker.load("torch", dtype, SIZES, 1, "cpu")
+    assert loaded["settings"] == ("bf16 autocast, fused Adam" if dtype == "bf16" else "fp32, fused Adam")
+    batch = make_batch(np.random.default_rng(1), [7, 3, 9], index=0)
+    file = training_peers._write([batch] * 20, tmp_path / "b.npz")
+    worker._adam.param_groups[0]["lr"] = 1e-2
+    first, last = worker.train(file)["losses"][0], worker.train(file)["losses"][-1]
+    assert last < first - 1
+
+
+def test_names_of_peers_are_checked() -> None:
+    assert train_throughput._peers("torch,eole") == ("torch", "eole")
+    with pytest.raises(argparse.ArgumentTypeError, match="expected names of torch, fairseq, eole, found 'marian'"):
+        train_throughput._peers("torch,marian")
+
+
+def test_the_length_sweep_runs_to_its_end_and_is_drawn(tmp_path: Path) -> None:
+    rows, plot = tmp_path / "rows.json", tmp_path / "lengths.svg"
+    arguments = ["--quick", "--tokens", "64", "--json", str(rows), "--plot", str(plot)]
+    assert attention_lengths.main(arguments) == 0
+    found = json.loads(rows.read_text(encoding="utf-8"))
+    check_rows(found)
+    values = {row["name"]: row["value"] for row in found}
+    assert len(values) == 2 * 2 * 2 * len(attention_lengths.BACKENDS)
+    # Inputs and output alone, or also scores: what the sweep is there to show.
+    sides = 64 * attention_lengths.HEADS * attention_lengths.WIDTH * 4
+    assert values["kept-sdpa-fp32-64"] < 4.2 * sides < values["kept-reference-fp32-64"]
+    assert "<svg" in plot.read_text(encoding="utf-8")
+
+
+def test_what_would_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--lengths",
+        "32768",
+        "--backends",
+        "reference",
+        "--dtypes",
+        "fp32",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    assert attention_lengths.main(arguments) == 0
+    assert json.loads((tmp_path / "r.json").read_text()) == []
+    assert "reference, fp32, 32768 tokens: left out, since it needs 128.0 GiB" in capsys.readouterr().err
+
+
+def test_the_gpu_benchmark_trains_on_the_bare_loop_without_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    rows = tmp_path / "rows.json"
+    assert gpu_training.main(["--device", "cpu", "--quick", "--json", str(rows)]) == 0
+    found = json.loads(rows.read_text(encoding="utf-8"))
+    check_rows(found)
+    names = ["bare-small-auto-256", "bare-small-packed-auto-256"]
+    assert {row["name"] for row in found} == {name for case in names for name in (case, f"memory-{case}")}
+    assert "DeepSpeed is not installed: the bare loop" in capsys.readouterr().err
+
+
+def test_the_script_for_a_gpu_runs_what_is_there() -> None:
+    script = ROOT / "benchmarks" / "gpu.sh"
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+    for name in ("gpu_training", "attention_lengths"):
+        assert f"benchmarks/{name}.py" in script.read_text(encoding="utf-8")
+    assert len({case.name for case in gpu_training.CASES}) == len(gpu_training.CASES)
+    assert {case.size for case in gpu_training.CASES} == {"base", "big"}
