@@ -121,6 +121,8 @@ def _measure(config: Config, options: argparse.Namespace, argv: Sequence[str]) -
             comparison = QUICK_COMPARISON if options.quick else BASE
             comparison = dataclasses.replace(comparison, rounds=options.rounds or comparison.rounds)
             measure_against(config, options.against, comparison, topology, options.threads, recorder)
+        if not {"training", "engine"} & set(parts):
+            return recorder
         prepare(config.data, config.tokenizer, say)
         prepared = open_prepared(Path(config.data.shards))
         if "training" in parts:
