@@ -35,7 +35,7 @@ from benchmarks.harness import (
     say,
     start_recording,
 )
-from benchmarks.peers import Peer, set_up
+from benchmarks.peers import PACKAGES, Peer, set_up
 from data_pipeline.command_line import parse_command_line
 from data_pipeline.prepare import prepare
 from data_pipeline.prepared import open_prepared
