@@ -16,13 +16,13 @@ from data_pipeline.api import PAD, Batch
 from dist_tfm.checkpoint.manager import CheckpointManager
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
 from dist_tfm.engine.fragments import base_optimizer, flat_tensors
-from dist_tfm.model.layers import LayerRunner
+from dist_tfm.model.layers import LayerRunner, run_plainly
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.randomness import SeededRunner
 from tests.batches import make_batch
 from tests.distributed.build import build_engine, evaluate, gather_state, train_step, train_steps, whole_shapes
-from tests.oracle import Recipe, build_model
+from tests.oracle import Recipe, build_model, summed_loss
 
 SAVE_STEP = 5
 
@@ -54,6 +54,31 @@ def exact(
     facts = vars(engine.facts) | {"updates": engine.updates}
     engine.close()
     return {"steps": steps, "facts": facts, "exact_start": exact_start, "seconds": time.monotonic() - started}
+
+
+class WholeLogits(nn.Module):
+    """A TranslationLoss that makes all logits and leaves their gradient to autograd, which scales before it rounds, as
+    the oracle's does; the projected loss, which scales afterwards, rounds other numbers in bf16."""
+
+    def __init__(self, loss: TranslationLoss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(
+        self, source: Tensor, target_in: Tensor, labels: Tensor, run: LayerRunner = run_plainly
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.loss.model.logits(self.loss.model(source, target_in, run))
+        loss_sum, nll_sum = summed_loss(logits, labels, self.loss.label_smoothing)
+        return loss_sum, nll_sum.detach()
+
+
+def first_gradient(topology: Topology, folder: Path, name: str, stage: int, recipe: Recipe) -> dict[str, Any]:
+    """One step whose loss is made from whole logits; keeps the state after it."""
+    engine = build_engine(topology, stage, recipe, wrap=WholeLogits)
+    steps = train_steps(engine, topology, recipe, 1, 1)
+    _write_state(topology, folder / f"{topology.world.size}_{name}.safetensors", first=gather_state(engine))
+    engine.close()
+    return {"steps": steps}
 
 
 def mutant(topology: Topology, folder: Path, name: str, stage: int, recipe: Recipe, fault: str) -> dict[str, Any]:

@@ -159,6 +159,9 @@ TENSOR = {"2": 2, "4": 2}
 RECOMPUTED_STAGES = (3,)
 """ZeRO stages under which parts of layers are computed again, in world 2: the one whose parameters come and go."""
 
+ROUNDED_ALIKE = ("1", "3", "2")
+"""Worlds whose first bf16 gradient is rounded as the oracle's is."""
+
 AFTER = {"3": ("1",), "4": ("3",), "2": ("4",), "1b": ("2",), **PIPELINE_AFTER}
 """Worlds whose checkpoints a world loads."""
 
@@ -180,6 +183,8 @@ def _training_cases(world: str) -> dict[str, Case]:
         found[skip_name(e, what, value)] = e.on(
             partial(cases.skipping, stage=e.stage, recipe=e.recipe, what=what, value=value)
         )
+    if world in ROUNDED_ALIKE:
+        found["first_gradient"] = partial(cases.first_gradient, name="first_gradient", stage=1, recipe=BF16[1].recipe)
     for stage in BYTES.get(world, ()):
         found[f"bytes_stage{stage}"] = partial(cases.optimizer_bytes, stage=stage, recipe=BASE)
     if world == "2":
