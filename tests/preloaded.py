@@ -1,15 +1,14 @@
-"""What processes of tests/warm.py have imported when they start. A thread started here would be lost to them."""
+"""What processes of tests/warm.py have imported when they start: the two heavy packages alone.
+
+A thread started here would be lost to them, and so would what a module reads from its surroundings when it is imported.
+"""
 
 import gc
 import importlib
 
 import torch
-from torch.utils import tensorboard
 
 from dist_tfm.engine.deepspeed_engine import import_deepspeed
-from dist_tfm.training import dry_run
-
-__all__ = ["dry_run", "tensorboard"]
 
 torch.set_num_threads(1)
 import_deepspeed(torch.device("cpu"))

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -99,6 +100,8 @@ class TensorBoardWriter:
         from torch.utils.tensorboard import SummaryWriter  # a second of imports that only rank 0 needs
 
         purge = resumed_step + 1 if folder.exists() else None
+        self._report = threading.excepthook
+        threading.excepthook = self._report_others
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
         self._warn = warn
 
@@ -123,6 +126,12 @@ class TensorBoardWriter:
                 self._writer.close()
             except Exception as fault:
                 self._give_up(fault)
+        threading.excepthook = self._report
+
+    def _report_others(self, fault: threading.ExceptHookArgs) -> None:
+        """TensorBoard's thread tells the next `write` what it has met, and need not print it as well."""
+        if not type(fault.thread).__module__.startswith("tensorboard."):
+            self._report(fault)
 
     def _give_up(self, fault: Exception) -> None:
         self._writer = None
