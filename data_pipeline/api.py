@@ -3,7 +3,7 @@
 Shapes: B sentences in a micro-batch, S padded source length, T padded target length. Tokens count EOS, never pads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
@@ -212,6 +212,10 @@ class StatefulLoader(Protocol):
     def leave_out(self, step: StepBatches, blocks: Sequence[Unreadable]) -> StepBatches:
         """The step without the pairs of blocks that some rank cannot read; later steps leave them out too. Raises
         InputError if they are too many."""
+        ...
+
+    def stop_when(self, asked: Callable[[], bool]) -> None:
+        """Lets `next_step` raise StoppedError, in the place of reading on, once asked() says True."""
         ...
 
     def seek(self, position: Position) -> None:

@@ -41,7 +41,7 @@ class DamagedError(InputError):
 
 
 class StoppedError(Exception):
-    """Reading was given up because its loader is being closed or moved; nobody is to be told."""
+    """Reading was given up because its loader is being closed or moved, or because the run is asked to stop."""
 
 
 class DivergedError(DistTfmError):

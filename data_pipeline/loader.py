@@ -8,7 +8,7 @@ windows of a corpus are in memory (docs/data.md says how large they are).
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
@@ -248,6 +248,11 @@ class StepLoader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def stop_when(self, asked: Callable[[], bool]) -> None:
+        """See `StatefulLoader.stop_when`."""
+        for stream in self._streams:
+            stream.asked = asked
 
     def _make_ahead(self) -> None:
         while len(self._pending) < self._ahead:

@@ -4,7 +4,7 @@ Every rank follows all lanes, so that all ranks know where the corpus stands; it
 """
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
 from data_pipeline.api import CorpusPosition
@@ -27,6 +27,7 @@ class Stream:
         self._windows: list[Window] = []
         self._following: Future[Window] | None = None
         self._abandon = threading.Event()
+        self.asked: Callable[[], bool] = lambda: False  # whether to give up what is being loaded
         self._first = (0, 0)
         self._taken = [0] * source.lanes
         self.oldest = 0
@@ -91,8 +92,10 @@ class Stream:
         if self._following is None:
             last = (self._windows[-1].epoch, self._windows[-1].number) if self._windows else None
             following = self.source.after(*last) if last is not None else self._first
-            stop = self._abandon.is_set
-            self._following = self._planner.submit(lambda: self.source.load(*following, self._served, stop))
+            dropped, asked = self._abandon.is_set, self.asked
+            self._following = self._planner.submit(
+                lambda: self.source.load(*following, self._served, lambda: dropped() or asked())
+            )
         return self._following
 
     def drop(self) -> None:

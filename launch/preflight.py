@@ -142,17 +142,18 @@ def check_batches(config: Config, ranks: int, findings: Findings) -> None:
 
 def check_files(config: Config, findings: Findings) -> None:
     """Shards, tokenizer, run directory and disk, as rank 0 sees them."""
-    vocab_size = config.tokenizer.vocab_size
+    sizes: tuple[int, int | None] = (config.tokenizer.vocab_size, None)
     try:
-        vocab_size = check_shards(config, findings)
+        sizes = check_shards(config, findings)
     except DistTfmError as fault:
         findings.fault(str(fault))
     findings.check(lambda: check_run_directory(config))
-    findings.check(lambda: check_room(config, vocab_size))
+    findings.check(lambda: check_room(config, *sizes))
 
 
-def check_shards(config: Config, findings: Findings) -> int:
-    """The vocabulary's size. Missing shards are a warning if their corpus is there, since training prepares them."""
+def check_shards(config: Config, findings: Findings) -> tuple[int, int | None]:
+    """Sizes of the target's and the source's vocabulary. Missing shards are a warning if their corpus is there, since
+    training prepares them."""
     from data_pipeline.prepare import check_prepared
     from data_pipeline.prepared import is_complete, open_corpora
     from data_pipeline.remote import is_remote
@@ -165,7 +166,7 @@ def check_shards(config: Config, findings: Findings) -> int:
             f"data.shards={data.shards} holds no complete shards: rank 0 will prepare them while all others wait; "
             "slurm/prepare_data.sbatch does it without holding GPUs"
         )
-        return config.tokenizer.vocab_size
+        return config.tokenizer.vocab_size, None
     if own:
         check_prepared(data, config.tokenizer)
     opened = open_corpora(data)
@@ -178,7 +179,7 @@ def check_shards(config: Config, findings: Findings) -> int:
         f"{sum(prepared.valid.index.pairs for prepared in opened):,} held out; tokenizer of "
         f"{tokenizer.vocab_size:,} ids matches (sha256 {tokenizer.checksum[:12]})"
     )
-    return tokenizer.vocab_size
+    return tokenizer.sizes
 
 
 def check_corpus(data: DataConfig) -> None:
@@ -227,10 +228,10 @@ def check_run_directory(config: Config) -> str:
     return f"train.run_dir={path} can be written"
 
 
-def check_room(config: Config, vocab_size: int) -> str:
+def check_room(config: Config, vocab_size: int, source_vocab_size: int | None = None) -> str:
     """That the disk of the run directory has room for all the checkpoints that the run will keep at once."""
     path = Path(config.train.run_dir)
-    wanted = checkpoint_bytes(config, vocab_size)
+    wanted = checkpoint_bytes(config, vocab_size, source_vocab_size)
     there = sum(file.stat().st_size for name in ("checkpoints", "snapshots") for file in _files(path / name))
     free = shutil.disk_usage(nearest_existing(path)).free
     missing = wanted - there
@@ -245,9 +246,9 @@ def check_room(config: Config, vocab_size: int) -> str:
     )
 
 
-def checkpoint_bytes(config: Config, vocab_size: int) -> int:
+def checkpoint_bytes(config: Config, vocab_size: int, source_vocab_size: int | None = None) -> int:
     """Bytes of the checkpoints that stand side by side at most: those kept, the best, one being written; snapshots."""
-    parameters = sum(parameter_counts(config.model, vocab_size).values())
+    parameters = sum(parameter_counts(config.model, vocab_size, source_vocab_size).values())
     each = MASTERS_AND_MOMENTS + (WEIGHTS if config.train.ema else 0)
     total = (config.checkpoint.keep + 2) * each
     if config.checkpoint.snapshot_every:

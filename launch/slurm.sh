@@ -17,7 +17,7 @@
 #   DIST_TFM_APPTAINER     an image file: Python runs in `apptainer exec`, with DIST_TFM_APPTAINER_OPTIONS (--nv ...)
 #   DIST_TFM_PYXIS         an image: srun runs everything with --container-image, and DIST_TFM_PYXIS_MOUNTS
 #   DIST_TFM_NODES         MIN-MAX, as --nodes has them: a job that is queued again takes any number between them
-#   DIST_TFM_AVERAGE       how many of the last weights are averaged before they are scored; default 5, 0: none
+#   DIST_TFM_AVERAGE       how many of the last weights are averaged before they are scored; default all kept, 0: none
 #   DIST_TFM_TASKS         number of elements that a preparation is divided into, if not all of the array is submitted
 
 set -uo pipefail # not -e: exit codes are looked at where they arise
@@ -223,6 +223,16 @@ dist_tfm_train() {
   fi
   dist_tfm_run_dir=${lines[0]} DIST_TFM_ATTEMPT=${lines[1]} dist_tfm_shards=${lines[2]}
   export DIST_TFM_ATTEMPT
+  case "$dist_tfm_shards" in
+    hf://*) unset HF_HUB_OFFLINE ;; # the hub is where the shards are
+  esac
+  case "${DIST_TFM_STAGE_FROM:+staged} $dist_tfm_shards" in
+    staged*://*)
+      dist_tfm_say "error: DIST_TFM_STAGE_FROM copies shards into a folder, but data.shards=$dist_tfm_shards is a URL," \
+        "whose blocks are cached on each node (data.cache): unset one of them" >&2
+      exit 2
+      ;;
+  esac
   dist_tfm_meet
   dist_tfm_say "job $SLURM_JOB_ID attempt $dist_tfm_restarts: $dist_tfm_nodes node(s) x $dist_tfm_per_node rank(s)" \
     "($SLURM_JOB_NODELIST), meeting at $MASTER_ADDR:$MASTER_PORT, run directory $dist_tfm_run_dir"
@@ -305,8 +315,9 @@ dist_tfm_evaluate() {
   fi
   local weights=$1
   shift
-  if [ "${DIST_TFM_AVERAGE:-5}" != 0 ]; then
-    "${dist_tfm_here[@]}" "$DIST_TFM_HOME/dist_tfm/average.py" "$weights" --last "${DIST_TFM_AVERAGE:-5}" || exit $?
+  if [ "${DIST_TFM_AVERAGE:-}" != 0 ]; then
+    "${dist_tfm_here[@]}" "$DIST_TFM_HOME/dist_tfm/average.py" "$weights" \
+      ${DIST_TFM_AVERAGE:+--last "$DIST_TFM_AVERAGE"} || exit $?
     weights=$weights/averaged
   fi
   exec "${dist_tfm_here[@]}" "$DIST_TFM_HOME/dist_tfm/evaluate.py" --checkpoint "$weights" "$@"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data_pipeline.command_line import parse_command_line
 from data_pipeline.prepare import is_prepared
+from data_pipeline.remote import is_remote
 from data_pipeline.settings import split_overrides
 from dist_tfm.config.loading import SECTIONS, check_sections, make_config
 from dist_tfm.config.schema import Config
@@ -72,7 +73,8 @@ def plan(config: Config, options: argparse.Namespace, overrides: Sequence[tuple[
     """The jobs in their order, each after the one before."""
     chosen = ("--config", options.config)
     jobs: list[Job] = []
-    if not config.data.corpora and not is_prepared(config.data, config.tokenizer):
+    own = not config.data.corpora and not is_remote(config.data.shards)  # shards that prepare.py makes
+    if own and not is_prepared(config.data, config.tokenizer):
         jobs += _preparation((*chosen, *_as_arguments(overrides, DATA_SECTIONS)), options.prepare_tasks)
     sbatch = tuple(shlex.split(options.sbatch))
     after = jobs[-1].name if jobs else None

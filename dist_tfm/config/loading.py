@@ -66,7 +66,8 @@ def check_sections(sections: Mapping[str, Any]) -> None:
 
 def _speed_faults(sections: Mapping[str, Any]) -> list[str]:
     """Faults of what makes training faster, together with how it is divided over processes."""
-    data, train, parallel, precision = (sections[name] for name in ("data", "train", "parallel", "precision"))
+    names = ("model", "data", "train", "parallel", "precision")
+    model, data, train, parallel, precision = (sections[name] for name in names)
     faults = []
     if data.packing and parallel.pp > 1:
         faults.append(
@@ -87,7 +88,8 @@ def _speed_faults(sections: Mapping[str, Any]) -> list[str]:
         f"parallel.tp={parallel.tp}": parallel.tp > 1,
         f"parallel.pp={parallel.pp}": parallel.pp > 1,
         "data.packing=true": data.packing,
-        "model.self_attention=window": sections["model"].self_attention == "window",
+        f"model.self_attention={model.self_attention}": model.self_attention != "full",
+        "model.positions=relative": model.positions == "relative",
         f"train.activation_checkpointing={train.activation_checkpointing}": (
             train.activation_checkpointing in ("attention", "feed_forward")
         ),

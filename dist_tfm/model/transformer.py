@@ -111,16 +111,22 @@ class Transformer(nn.Module):
 
     def attention_backend(self, device: torch.device, dtype: torch.dtype) -> str:
         """Name of the attention kernel that training runs for queries of this dtype on this device; `varlen` is torch's
-        for packed batches, `packed-NAME` the kernel NAME run for each run of equal sentences of one."""
+        for packed batches, `packed-NAME` the kernel NAME run for each run of equal sentences of one. SELF+CROSS where
+        self-attention runs another one than cross-attention."""
         config, name = self.config, kernel_name(self._attend)
         exact = chosen_backend(device, dtype) if name == "auto" else name
-        if not self.packed:
-            return exact
-        full = config.self_attention == "full" and config.positions != "relative"
-        fused = name in ("auto", "sdpa") and full
-        widths = config.key_width, config.value_width
-        runs = fused and varlen_kernel_runs(device, dtype, widths, config.attention_dropout)
-        return "varlen" if runs else f"packed-{exact}"
+        own: str = exact
+        cross = own
+        if self.packed:
+            widths = config.key_width, config.value_width
+            fused = name in ("auto", "sdpa")
+            runs = fused and varlen_kernel_runs(device, dtype, widths, config.attention_dropout)
+            own = cross = "varlen" if runs else f"packed-{exact}"
+            if config.self_attention != "full" or config.positions == "relative":
+                own = f"packed-{exact}"
+        if config.self_attention == "linear":
+            own = "linear"
+        return own if own == cross else f"{own}+{cross}"
 
     @property
     def output_weight(self) -> Tensor:

@@ -48,6 +48,7 @@ def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
     loader, shares = _open_loader(config, opened, data, start)
     parts = held_out_parts(config.data, opened)
     validation = ValidationBatches(parts, loader.budget, data.rank, data.size)
+    _check_positions(config, max(loader.longest, validation.longest))
     texts = [read_texts(part.reader.folder, part.reader.index) for part in parts]
     indexes = [prepared.train.index for prepared in opened]
     source_tokens, target_tokens = (sum(side) for side in zip(*(index.tokens for index in indexes), strict=True))
@@ -74,6 +75,15 @@ def open_corpus(config: Config, data: Group, start: Position) -> Corpus:
         ),
         checksum=_checksum_of(opened),
     )
+
+
+def _check_positions(config: Config, longest: int) -> None:
+    """What shards hold may be longer than data.max_length: held-out pairs are never cut, and a tag is added later."""
+    if config.model.positions == "learned" and longest > config.model.max_positions:
+        raise InputError(
+            f"model.max_positions: expected at least the {longest} tokens of the longest pair (with its EOS, and its "
+            f"tag if it has one), also of the held-out ones, found {config.model.max_positions}"
+        )
 
 
 def _open_loader(

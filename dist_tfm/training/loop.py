@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from data_pipeline.api import StatefulLoader, StepBatches
+from data_pipeline.errors import StoppedError
 from dist_tfm.config.schema import CheckpointConfig, LogConfig, TrainConfig
 from dist_tfm.engine.base import Engine, StepResult
 from dist_tfm.errors import DistTfmError, DivergedError, describe_os_error
@@ -115,6 +116,8 @@ class Trainer:
         failure: Exception | None = self._failure  # of writing the step before: the other ranks hear of it here
         try:
             batches = self._loader.next_step()
+        except StoppedError:  # only this rank may know; the others hear of it in the reduction
+            pass
         except Exception as error:
             failure = error
         counts, stopping, unreadable = self._sum(batches, failure)

@@ -75,6 +75,7 @@ def run(config: Config, topology: Topology, stop: StopRequest) -> int:
         start = progress.position
         corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data, start))
         stack.callback(corpus.loader.close)
+        corpus.loader.stop_when(stop.__bool__)
         refuse_different(topology, corpus.checksum)
         _describe(setting, corpus)
         vocab_size, source_vocab_size = corpus.tokenizer.sizes
@@ -190,7 +191,7 @@ def _describe(setting: Setting, corpus: Corpus) -> None:
     parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     setting.console.say(f"parameters: {sum(counts.values()):,} ({parts})")
     setting.console.say(corpus.description)
-    for line in describe_layout(setting.config, corpus.tokenizer.vocab_size, setting.topology):
+    for line in describe_layout(setting.config, corpus.tokenizer.sizes[0], setting.topology):
         setting.console.say(line)
 
 

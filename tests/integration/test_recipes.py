@@ -176,6 +176,9 @@ def test_separate_vocabularies_are_prepared_and_need_two_matrices(tmp_path: Path
     check_sections(vars(untied))
     corpus = open_corpus(untied, SingleProcess(), Position())
     assert "vocabularies 7 (source) and 8 (target)" in corpus.description
+    short = replace(untied.model, positions="learned", max_positions=2)  # two words and EOS
+    with pytest.raises(InputError, match=r"model\.max_positions: expected at least the 3 tokens of the longest pair"):
+        open_corpus(replace(untied, model=short), SingleProcess(), Position())
 
 
 def test_separate_vocabularies_are_trained_validated_saved_and_translated_with(tmp_path: Path) -> None:

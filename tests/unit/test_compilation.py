@@ -81,6 +81,8 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("parallel", ParallelConfig(tp=2), "parallel.tp=2"),
         ("train", TrainConfig(activation_checkpointing="attention"), "train.activation_checkpointing=attention"),
+        ("model", ModelConfig(self_attention="linear"), "model.self_attention=linear"),
+        ("model", ModelConfig(positions="relative"), "model.positions=relative"),
     ],
 )
 def test_what_breaks_graphs_is_refused(section: str, value: Any, named: str) -> None:

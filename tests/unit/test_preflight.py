@@ -72,7 +72,7 @@ def test_a_corpus_from_the_hub_is_not_looked_for_on_the_disk(tmp_path: Path, mon
     config = make_config(load_sections("base_ende", [("data.shards", str(tmp_path / "shards"))], SECTIONS))
     findings = Findings(speaks=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert check_shards(config, findings) == 37_000
+    assert check_shards(config, findings) == (37_000, None)
     assert len(findings.warnings) == 1
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InputError, match=r"from the hub \(hub:wmt.*slurm/prepare_data\.sbatch"):
@@ -97,11 +97,11 @@ def test_the_recipe_for_32_gpus_keeps_them_busy() -> None:
 
 def test_shards_missing_then_there_then_of_another_tokenizer(tmp_path: Path) -> None:
     config, findings = small_config(tmp_path), Findings(speaks=False)
-    assert check_shards(config, findings) == 500
+    assert check_shards(config, findings) == (500, None)
     assert "rank 0 will prepare them" in findings.warnings[0]
     prepare(config.data, config.tokenizer, lambda _: None)
     findings = Findings(speaks=False)
-    assert check_shards(config, findings) == 500
+    assert check_shards(config, findings) == (500, 500)
     assert not findings.warnings
     other = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, vocab_size=400))
     with pytest.raises(InputError, match=r"tokenizer\.vocab_size"):

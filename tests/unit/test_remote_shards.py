@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_pipeline import browse
-from data_pipeline.api import DataConfig, TokenizerConfig
+from data_pipeline.api import DataConfig, Position, TokenizerConfig
 from data_pipeline.block_cache import BlockCache, cache_folder
 from data_pipeline.errors import ConfigError, DamagedError, DistTfmError, InputError, RunError, StoppedError
 from data_pipeline.loader import BlockLoader
@@ -184,6 +184,29 @@ def test_a_loader_that_is_closed_makes_no_further_attempt(served: Served, shards
         segments.read(open_prepared(shards).train.index.shards[0], 0, stop=lambda: bool(served.requests))
     assert time.monotonic() - started < 15.0, "the pause is 15 seconds at least"
     assert len(served.requests) == 1
+
+
+def take_steps(loader: BlockLoader, count: int) -> None:
+    for _ in range(count):
+        loader.next_step()
+
+
+def test_a_loader_that_is_asked_to_stop_gives_up_a_server_that_fails(
+    served: Served, shards: Path, tmp_path: Path
+) -> None:
+    """As a signal does it: the next step is not made, and nothing is waited for."""
+    remote = Remote(served.url, attempts=4, first_pause=30.0)
+    cache = BlockCache(tmp_path)
+    opened = open_prepared(shards, lambda split: RemoteSegments(remote, split, cache))
+    data = DataConfig(**{**BATCHES, "workers": 1}, window_pairs=64)  # type: ignore[arg-type]
+    with BlockLoader(opened.train, data, 1, 0, 1, Position()) as loader:
+        served.faults, served.forever = ["503"], True
+        before = len(served.requests)
+        loader.stop_when(lambda: len(served.requests) > before)
+        started = time.monotonic()
+        with pytest.raises(StoppedError):
+            take_steps(loader, 100)
+        assert time.monotonic() - started < 15.0, "the pause is 15 seconds at least"
 
 
 def test_other_shards_at_the_same_url_are_not_mixed_up(shards: Path, tmp_path: Path) -> None:

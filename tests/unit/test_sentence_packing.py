@@ -173,6 +173,10 @@ def test_metrics_say_what_runs() -> None:
     assert model.attention_backend(torch.device("cpu"), torch.bfloat16) == "packed-matmul"
     assert model.attention_backend(torch.device("cuda"), torch.bfloat16) == "varlen"
     assert model.attention_backend(torch.device("cuda"), torch.float32) == "packed-sdpa"
+    relative = build(True, positions="relative").model
+    assert relative.attention_backend(torch.device("cuda"), torch.bfloat16) == "packed-sdpa+varlen"
+    linear = build(False, self_attention="linear").model
+    assert linear.attention_backend(torch.device("cpu"), torch.float32) == "linear+sdpa"
 
 
 def test_a_pipeline_refuses_it() -> None:
