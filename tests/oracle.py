@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +37,11 @@ class Recipe:
     beta2: float = 0.98
     eps: float = 1e-9
     clip: float = 0.5
+    modern: bool = False  # parameters that other modules read than those that hold them
 
     @property
     def model(self) -> ModelConfig:
-        return ModelConfig(
+        plain = ModelConfig(
             encoder_layers=2,
             decoder_layers=2,
             d_model=32,
@@ -49,6 +50,11 @@ class Recipe:
             dropout=0.1,
             attention_dropout=self.attention_dropout,
             norm=self.norm,
+        )
+        if not self.modern:
+            return plain
+        return replace(
+            plain, positions="relative", tied="inputs", output_bias=True, normalization="rms", activation="geglu_tanh"
         )
 
 

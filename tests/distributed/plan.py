@@ -27,7 +27,8 @@ class Exact(NamedTuple):
     def name(self) -> str:
         recipe, extra = self.recipe, "_recomputed" if self.checkpointing else ""
         divided = f"_tp{self.tp}" if self.tp > 1 else ""
-        return f"{recipe.norm}_{recipe.precision}_m{recipe.micro_batches}_stage{self.stage}{extra}{divided}"
+        modern = "_modern" if recipe.modern else ""
+        return f"{recipe.norm}{modern}_{recipe.precision}_m{recipe.micro_batches}_stage{self.stage}{extra}{divided}"
 
     def on(self, case: Case) -> Case:
         """The case on a world laid out as this run wants it."""
@@ -60,6 +61,8 @@ FP32 = [Exact(stage, BASE) for stage in STAGES]
 BF16 = [Exact(0, replace(BASE, precision="bf16-autocast"))] + [
     Exact(stage, replace(BASE, precision="bf16")) for stage in (1, 2, 3)
 ]
+# A table of relative positions, an output matrix and its bias, which ZeRO must gather where they are read.
+MODERN = replace(BASE, norm="pre", micro_batches=2, modern=True)
 PRE = {count: replace(BASE, norm="pre", micro_batches=count) for count in (2, 5)}
 
 # No number of tensor-parallel ranks divides 101 tokens.
@@ -74,6 +77,7 @@ EXACT: dict[str, list[Exact]] = {
     "4": [*FP32, Exact(2, PRE[5]), Exact(1, PRE[2]), *TP2, Exact(1, ODD, tp=2), TP4],
     "2": [
         *(*FP32, *BF16, Exact(3, PRE[2]), Exact(1, PRE[5]), Exact(2, PRE[2], True), Exact(3, BASE, True)),
+        *(Exact(2, MODERN), Exact(3, MODERN), Exact(3, MODERN, True)),
         *(*TP2, *TP2_BF16, Exact(1, ODD, True, tp=2), Exact(2, PRE[2], tp=2)),
     ],
 }
