@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from benchmarks.harness import ROOT, Recorder, add_common_options, finish, positive, say, start_recording
+from benchmarks.harness import ROOT, Recorder, add_common_options, finish, positive, say, start_recording, write_rows
 from data_pipeline.errors import RunError
 from data_pipeline.settings import run_main
 
@@ -68,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
         for name in options.only:
             say(f"{name}: {steps} steps")
             _record(recorder, name, run_trial(Path(folder) / name, TRIALS[name], steps, options.threads))
+            if options.json is not None:
+                write_rows(options.json, recorder.rows)  # an hour's rows outlive a run that is ended early
     return finish(recorder, options.json)
 
 
