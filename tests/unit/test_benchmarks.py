@@ -32,7 +32,14 @@ from tests.data_factory import random_lengths
 from tests.jobs import clean_environment, small_project
 
 KEYS = ["name", "value", "unit", "ratio", "peak_fraction", "command", "machine", "commit", "date"]
-SCRIPTS = ("decode_throughput", "loader_throughput", "plan_quality", "tiny_trials", "train_throughput")
+SCRIPTS = (
+    "decode_throughput",
+    "loader_throughput",
+    "parallel_overhead",
+    "plan_quality",
+    "tiny_trials",
+    "train_throughput",
+)
 RECORDED = sorted(tables.RESULTS.glob("*.json"))
 
 
