@@ -14,9 +14,11 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "error: Python 3.11 or newer is needed, found $$($(PYTHON) --version 2>&1); try make PYTHON=python3.11"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "error: cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
+	@echo "installing into $(VENV): torch first, then all the rest; two minutes or so"
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)
+	@echo "installed; now: . $(BIN)/activate"
 
 # Options go into ARGS: make quickstart ARGS="--train.seed=2 --train.run_dir=runs/tiny_2"
 quickstart: install

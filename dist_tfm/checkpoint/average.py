@@ -182,4 +182,6 @@ def _refuse_checkpoint(run: Path) -> None:
 def _check_count(asked: int, members: Sequence[Path], which: str) -> None:
     if len(members) < asked:
         found = ", ".join(path.name for path in members) or "none"
-        raise InputError(f"expected {asked} to average{which}, found {len(members)} ({found}): ask for fewer")
+        raise InputError(
+            f"expected {asked} to average{which}, found {len(members)} ({found}): ask for fewer, or train on"
+        )
