@@ -84,7 +84,8 @@ def start(ranks: Ranks, launch: LaunchConfig, report: Callable[[str], None] | No
         group = _join(ranks, backend, timeout)
     if ranks.rank == 0:
         asked = " (launch.device: auto)" if launch.device == "auto" else ""
-        line = f"{ranks.world_size} process(es) by {ranks.launcher}, on {device.type}{asked}, over {backend}"
+        threads = f" with {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
+        line = f"{ranks.world_size} process(es){threads} by {ranks.launcher}, on {device.type}{asked}, over {backend}"
         (report or _print_error)(line)
     alone = Alone(ranks.rank)
     world = dist.group.WORLD

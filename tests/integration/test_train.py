@@ -133,7 +133,7 @@ def test_accelerate_alone_starts_one_process_and_says_so(project: Path, tmp_path
     )
     assert done.returncode == 0, done.stdout
     assert training_lines(run)[-1]["world_size"] == 1
-    assert "1 process" in done.stdout
+    assert re.search(r"\b1 process\(es\) with \d+ thread\(s\) each by accelerate, on cpu", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
