@@ -85,16 +85,18 @@ def build(backend: str, dtype: str, sentences: int, length: int, device: str) ->
     import torch
 
     from dist_tfm.model.attention import attend_auto, attention_kernel
+    from dist_tfm.model.attention_kernels import Weighting
     from dist_tfm.model.packed import Lengths, Segments, attend_packed
 
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
     shape = (1, HEADS, sentences * length, WIDTH) if backend == "packed" else (sentences, HEADS, length, WIDTH)
     sides = [torch.randn(shape, device=device, dtype=kind, requires_grad=True) for _ in range(3)]
+    causal = Weighting(causal=True)
     if backend == "packed":
         side = Lengths.of((length,) * sentences, torch.device(device))
-        attend = partial(attend_packed, attend_auto, True, *sides, Segments(side, side), True, 0.0, True)
+        attend = partial(attend_packed, attend_auto, True, *sides, Segments(side, side), causal)
     else:
-        attend = partial(attention_kernel(backend), *sides, None, True, 0.0, True)  # type: ignore[arg-type]
+        attend = partial(attention_kernel(backend), *sides, causal)  # type: ignore[arg-type]
     gradient = torch.randn(shape, device=device, dtype=kind)
 
     def run() -> float:

@@ -13,7 +13,8 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from dist_tfm.config.schema import ModelConfig
-from dist_tfm.model.attention import Attend, KeysValues, MultiHeadAttention
+from dist_tfm.model.attention import KeysValues, MultiHeadAttention
+from dist_tfm.model.attention_kernels import Attend
 from dist_tfm.model.feed_forward import feed_forward
 from dist_tfm.model.norm import Sublayer, connection, layer_norm
 from dist_tfm.model.packed import Segments

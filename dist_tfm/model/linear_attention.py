@@ -11,28 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_tfm.model.attention import causal_mask
+from dist_tfm.model.attention_kernels import Weighting, causal_mask
 
 BLOCK = 64
 """Positions within which causal attention is a product of queries with keys; sums go from block to block."""
 
 
-def attend_linear(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: float,
-    training: bool,
-    bias: Tensor | None = None,
-) -> Tensor:
+def attend_linear(query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
     """sum_j phi(q_i) phi(k_j) v_j / sum_j phi(q_i) phi(k_j), all of it in fp32 (float64 stays).
 
-    See `dist_tfm.model.attention.Attend`; a query that sees no key yields zeros. Raises ValueError for what needs
-    weights to exist: a bias, dropout on them, a mask [B, 1, Tq, Tk] of its own for each query.
+    See `dist_tfm.model.attention_kernels.Attend`; a query that sees no key yields zeros. Raises ValueError for what
+    needs weights to exist: a bias, dropout on them, a mask [B, 1, Tq, Tk] of its own for each query.
     """
-    if bias is not None or (training and dropout) or (mask is not None and mask.size(2) != 1):
+    mask, causal, dropout, bias = weighting
+    if bias is not None or dropout or (mask is not None and mask.size(2) != 1):
         raise ValueError(
             "linear attention has no scores: expected no bias, no dropout on them and a mask of keys alone"
         )

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dist_tfm.model.attention_kernels import Attend, Weighting
+
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -86,27 +88,25 @@ def varlen_kernel_runs(device: torch.device, dtype: torch.dtype, widths: tuple[i
 
 
 def attend_packed(
-    attend: Callable[..., Tensor],
+    attend: Attend,
     fused: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     segments: Segments,
-    causal: bool,
-    dropout: float,
-    training: bool,
+    weighting: Weighting,
     within: Callable[[int, int], Tensor] | None = None,
 ) -> Tensor:
     """Attention inside segments: query [1, H, N, Dk], key [1, H, M, Dk], value [1, H, M, Dv] to [1, H, N, Dv].
 
-    within: gives what is added to the scores of a sentence with so many queries and keys, [1, H, Tq, Tk].
+    weighting: without mask and bias; within: gives what is added to the scores of a sentence with so many queries and
+    keys, [1, H, Tq, Tk].
 
     One call of torch's kernel for varying lengths where `fused` allows it and it can run; else a call of `attend` (see
-    `dist_tfm.model.attention.Attend`) for every run of sentences of equal lengths.
+    `dist_tfm.model.attention_kernels.Attend`) for every run of sentences of equal lengths.
     """
-    probability = dropout if training else 0.0
-    if fused and varlen_kernel_runs(query.device, query.dtype, (query.size(3), value.size(3)), probability):
-        return _attend_by_kernel(query, key, value, segments, causal)
+    if fused and varlen_kernel_runs(query.device, query.dtype, (query.size(3), value.size(3)), weighting.dropout):
+        return _attend_by_kernel(query, key, value, segments, weighting.causal)
     outputs = []
     at_query = at_key = 0
     for (queries, keys), run in groupby(zip(segments.queries.sizes, segments.keys.sizes, strict=True)):
@@ -115,7 +115,7 @@ def attend_packed(
         if keys and queries:
             k, v = (_rows(side, at_key, count, keys) for side in (key, value))
             bias = None if within is None else within(queries, keys)
-            found = attend(q, k, v, None, causal, dropout, training, bias)
+            found = attend(q, k, v, weighting._replace(bias=bias))
         else:  # nothing is seen
             found = q.new_zeros(*q.shape[:3], value.size(3))
         outputs.append(found.transpose(0, 1).flatten(1, 2))

@@ -1,7 +1,8 @@
 """Which self-attention a layer has: the one place where the configuration chooses."""
 
 from dist_tfm.config.schema import ModelConfig
-from dist_tfm.model.attention import Attend, MultiHeadAttention
+from dist_tfm.model.attention import MultiHeadAttention
+from dist_tfm.model.attention_kernels import Attend
 from dist_tfm.model.linear_attention import attend_linear
 from dist_tfm.model.positions import RelativePositions, rotary_positions
 from dist_tfm.model.window_attention import WindowAttend

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from data_pipeline.api import PAD
 from dist_tfm.config.schema import ModelConfig
-from dist_tfm.model.attention import Attend, KeysValues, attention_kernel, kernel_name, padding_mask
-from dist_tfm.model.attention_kernels import chosen_backend
+from dist_tfm.model.attention import KeysValues, attention_kernel, kernel_name, padding_mask
+from dist_tfm.model.attention_kernels import Attend, chosen_backend
 from dist_tfm.model.embedding import Embedding, OutputBias
 from dist_tfm.model.layers import (
     FIRST_LAYER,

@@ -7,7 +7,7 @@ Shapes: B batch, H heads, Tq queries, Tk keys, r window.
 import torch
 from torch import Tensor
 
-from dist_tfm.model.attention import Attend
+from dist_tfm.model.attention_kernels import Attend, Weighting
 
 LEAST_BLOCK = 64
 """Queries that are taken together at least: smaller products cost more to start than to compute."""
@@ -25,21 +25,12 @@ class WindowAttend:
         self._attend, self._window = attend, window
         self._block = max(window, LEAST_BLOCK)
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        dropout: float,
-        training: bool,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """See `dist_tfm.model.attention.Attend`; queries are aligned to the lower right, as causal ones are there."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
+        """See `dist_tfm.model.attention_kernels.Attend`; queries are aligned to the lower right, as causal ones are."""
+        mask, causal, _, bias = weighting
         queries, keys = query.size(2), key.size(2)
         if keys <= self._window + 1:
-            return self._attend(query, key, value, mask, causal, dropout, training, bias)
+            return self._attend(query, key, value, weighting)
         shift, places = keys - queries, torch.arange(keys, device=query.device)
         outputs = []
         for first in range(0, queries, self._block):
@@ -52,7 +43,7 @@ class WindowAttend:
                 visible = visible & (mask if mask.size(2) == 1 else mask[:, :, rows])[..., columns]
             part = None if bias is None else bias[:, :, rows, columns]
             inputs = query[:, :, rows], key[:, :, columns], value[:, :, columns]
-            outputs.append(self._attend(*inputs, visible, False, dropout, training, part))
+            outputs.append(self._attend(*inputs, weighting._replace(mask=visible, causal=False, bias=part)))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     def _visible(self, distances: Tensor, causal: bool) -> Tensor:

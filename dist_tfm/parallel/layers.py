@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_tfm.model.attention import Attend
+from dist_tfm.model.attention_kernels import Attend, Weighting
 from dist_tfm.model.embedding import Embedding
 from dist_tfm.model.initialization import mix
 from dist_tfm.parallel.axis import Axis
@@ -131,22 +131,12 @@ class DividedAttend:
     def __init__(self, attend: Attend, axis: Axis) -> None:
         self._attend, self._axis = attend, axis
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        dropout: float,
-        training: bool,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """See `dist_tfm.model.attention.Attend`."""
-        if not training or dropout == 0:
-            return self._attend(query, key, value, mask, causal, dropout, training, bias)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
+        """See `dist_tfm.model.attention_kernels.Attend`."""
+        if weighting.dropout == 0:
+            return self._attend(query, key, value, weighting)
         with own_randomness(self._axis.rank, query.device):
-            return self._attend(query, key, value, mask, causal, dropout, training, bias)
+            return self._attend(query, key, value, weighting)
 
 
 @contextmanager

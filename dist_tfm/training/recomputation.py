@@ -13,7 +13,8 @@ from typing import Literal, cast
 from torch import Tensor, is_grad_enabled, nn
 from torch.utils.checkpoint import checkpoint
 
-from dist_tfm.model.attention import Attend, MultiHeadAttention
+from dist_tfm.model.attention import MultiHeadAttention
+from dist_tfm.model.attention_kernels import Attend, Weighting
 from dist_tfm.model.layers import DecoderLayer, EncoderLayer
 from dist_tfm.model.norm import Sublayer
 
@@ -52,22 +53,11 @@ class RecomputedAttend:
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        dropout: float,
-        training: bool,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """See `dist_tfm.model.attention.Attend`."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
+        """See `dist_tfm.model.attention_kernels.Attend`."""
         if not is_grad_enabled():
-            return self._attend(query, key, value, mask, causal, dropout, training, bias)
-        drawn = training and dropout > 0
-        arguments = (query, key, value, mask, causal, dropout, training, bias)
+            return self._attend(query, key, value, weighting)
+        drawn, arguments = weighting.dropout > 0, (query, key, value, weighting)
         return cast(Tensor, checkpoint(self._attend, *arguments, use_reentrant=False, preserve_rng_state=drawn))
 
 

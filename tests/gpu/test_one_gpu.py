@@ -68,7 +68,7 @@ def test_packed_sentences_train_like_padded_ones(attention_dropout: float, tmp_p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_attention_equals_the_reference_on_a_gpu(dtype: torch.dtype) -> None:
-    from dist_tfm.model.attention import attend_reference, attend_sdpa
+    from dist_tfm.model.attention_kernels import Weighting, attend_reference, attend_sdpa
 
     torch.manual_seed(0)
     shape = (3, 4, 9, 16)
@@ -80,8 +80,8 @@ def test_fused_attention_equals_the_reference_on_a_gpu(dtype: torch.dtype) -> No
     for visible, causal in ((None, True), (mask, False), (mask, True)):
         gradients = []
         for output in (
-            attend_sdpa(query, key, value, visible, causal, 0.0, True),
-            attend_reference(query, key, value, visible, causal, 0.0, True).output,
+            attend_sdpa(query, key, value, Weighting(visible, causal)),
+            attend_reference(query, key, value, Weighting(visible, causal)).output,
         ):
             gradients.append((output, torch.autograd.grad(output.float().pow(2).sum(), (query, key, value))))
         (fused, fused_gradients), (plain, plain_gradients) = gradients

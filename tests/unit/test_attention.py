@@ -9,18 +9,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_tfm.config.schema import ModelConfig
-from dist_tfm.model.attention import (
+from dist_tfm.model.attention import BackendName, MultiHeadAttention, attention_kernel, kernel_name, padding_mask
+from dist_tfm.model.attention_kernels import (
     Attend,
-    BackendName,
-    MultiHeadAttention,
+    ExactBackend,
+    Weighting,
     attend_matmul,
     attend_reference,
     attend_sdpa,
-    attention_kernel,
-    kernel_name,
-    padding_mask,
+    chosen_backend,
 )
-from dist_tfm.model.attention_kernels import ExactBackend, chosen_backend
 from dist_tfm.model.initialization import initialize
 
 torch.set_num_threads(1)
@@ -69,7 +67,7 @@ def test_kernels_equal_the_reference_forward_and_backward(
     found: list[list[Tensor]] = []
     for attend in (attention_kernel(name), attention_kernel("reference")):
         q, k, v = inputs(queries, keys, dtype)
-        output = attend(q, k, v, make_mask(), causal, 0.0, True)
+        output = attend(q, k, v, Weighting(make_mask(), causal))
         assert output.dtype == dtype
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
         output.backward(weights)
@@ -82,7 +80,7 @@ def test_kernels_equal_the_reference_forward_and_backward(
 def test_reference_follows_the_papers_formula_element_by_element() -> None:
     """Equation 1 in plain Python for one head: no tensor operation shared with the code under test."""
     q, k, v = (t.detach().double() for t in inputs(3, 3))
-    output = attend_reference(q, k, v, None, True, 0.0, False).output[1, 1]
+    output = attend_reference(q, k, v, Weighting(causal=True)).output[1, 1]
     for row in range(3):
         scores = [
             sum(float(a) * float(b) for a, b in zip(q[1, 1, row], k[1, 1, c], strict=True)) for c in range(row + 1)
@@ -98,7 +96,7 @@ def test_reference_follows_the_papers_formula_element_by_element() -> None:
 def test_probabilities_sum_to_one_over_visible_keys_and_are_zero_elsewhere(case: str, dtype: torch.dtype) -> None:
     queries, keys, make_mask, causal = CASES[case]
     mask = make_mask()
-    probabilities = attend_reference(*inputs(queries, keys, dtype), mask, causal, 0.0, False).probabilities
+    probabilities = attend_reference(*inputs(queries, keys, dtype), Weighting(mask, causal)).probabilities
     assert probabilities.dtype == torch.float32, "softmax statistics stay fp32 under bf16"
     visible = torch.ones(BATCH, HEADS, queries, keys, dtype=torch.bool)
     if mask is not None:
@@ -126,7 +124,7 @@ def test_queries_that_see_nothing_give_zeros_and_zero_gradients(
         blind[0, 2] = True
     blind[1] = True
     q, k, v = inputs(queries, keys, dtype)
-    output = attend(q, k, v, mask, False, 0.0, True)
+    output = attend(q, k, v, Weighting(mask))
     output.float().square().sum().backward()
     by_query = output.transpose(1, 2)
     assert (by_query[blind] == 0).all()
@@ -150,7 +148,7 @@ def test_the_fused_kernel_is_never_shown_a_row_without_keys(monkeypatch: pytest.
         return query.new_full((*query.shape[:3], value.size(3)), 3.0)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", strict)
-    output = attend_sdpa(*inputs(4, 4), key_mask((4, 0, 2), 4), False, 0.0, False)
+    output = attend_sdpa(*inputs(4, 4), Weighting(key_mask((4, 0, 2), 4)))
     assert (output[1] == 0).all()
     assert (output[[0, 2]] == 3).all()
 
@@ -158,7 +156,7 @@ def test_the_fused_kernel_is_never_shown_a_row_without_keys(monkeypatch: pytest.
 @KERNELS
 def test_causal_queries_before_the_first_key_see_nothing(attend: Attend) -> None:
     """More queries than keys: the lower right corner is aligned, so the first two rows are blind."""
-    output = attend(*inputs(5, 3), None, True, 0.0, False)
+    output = attend(*inputs(5, 3), Weighting(causal=True))
     assert (output[:, :, :2] == 0).all()
     assert (output[:, :, 2:] != 0).all()
 
@@ -167,19 +165,28 @@ def test_causal_queries_before_the_first_key_see_nothing(attend: Attend) -> None
 def test_invisible_keys_and_values_change_no_bit(attend: Attend) -> None:
     q, k, v = inputs(5, 7)
     mask = key_mask((7, 3, 1), 7)
-    before = attend(q, k, v, mask, False, 0.0, False)
+    before = attend(q, k, v, Weighting(mask))
     hidden = ~mask.transpose(2, 3)
-    after = attend(q, k.masked_fill(hidden, 77.0), v.masked_fill(hidden, -55.0), mask, False, 0.0, False)
+    after = attend(q, k.masked_fill(hidden, 77.0), v.masked_fill(hidden, -55.0), Weighting(mask))
     assert torch.equal(before, after)
 
 
 @KERNELS
-def test_dropout_acts_in_training_only_and_keeps_the_mean(attend: Attend) -> None:
+def test_dropout_acts_in_training_only(attend: Attend) -> None:
+    config = ModelConfig(d_model=8, heads=2, attention_dropout=0.5, encoder_layers=1, decoder_layers=1)
+    attention = MultiHeadAttention(config, attend).eval()
+    x = inputs(4, 4)[0].detach()[:, 0]
+    outputs = [attention(x, x, None, True) for _ in range(2)]
+    assert torch.equal(*outputs)
+    assert not torch.equal(attention.train()(x, x, None, True), outputs[0])
+
+
+@KERNELS
+def test_dropout_keeps_the_mean(attend: Attend) -> None:
     q, k, v = inputs(4, 4)
-    plain = attend(q, k, v, None, False, 0.0, True)
-    assert torch.equal(attend(q, k, v, None, False, 0.5, False), plain)
+    plain = attend(q, k, v, Weighting())
     torch.manual_seed(1)
-    draws = torch.stack([attend(q, k, v, None, False, 0.5, True).detach() for _ in range(2000)])
+    draws = torch.stack([attend(q, k, v, Weighting(dropout=0.5)).detach() for _ in range(2000)])
     assert not torch.equal(draws[0], draws[1])
     assert (draws.mean(0) - plain).abs().max() < 6 * draws.std(0).max() / math.sqrt(2000)
 
@@ -201,20 +208,20 @@ def test_dropout_acts_in_training_only_and_keeps_the_mean(attend: Attend) -> Non
 )
 def test_masks_of_wrong_dtype_or_shape_are_refused(attend: Attend, mask: Tensor, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        attend(*inputs(4, 5), mask, False, 0.0, False)
+        attend(*inputs(4, 5), Weighting(mask))
 
 
 @KERNELS
 def test_inputs_that_do_not_fit_each_other_are_refused(attend: Attend) -> None:
     q, k, v = inputs(4, 5)
     with pytest.raises(ValueError, match="expected query"):
-        attend(q, k, v[:, :, :4], None, False, 0.0, False)
+        attend(q, k, v[:, :, :4], Weighting())
     with pytest.raises(ValueError, match="expected query"):
-        attend(q[..., :4], k, v, None, False, 0.0, False)
+        attend(q[..., :4], k, v, Weighting())
     with pytest.raises(ValueError, match="expected query"):
-        attend(q[:1], k, v, None, False, 0.0, False)
+        attend(q[:1], k, v, Weighting())
     with pytest.raises(ValueError, match="4 dimensions"):
-        attend(q[0], k, v, None, False, 0.0, False)
+        attend(q[0], k, v, Weighting())
 
 
 @pytest.mark.parametrize(("heads", "d_k"), [(8, None), (8, 16), (1, 512), (4, 128)])
@@ -250,15 +257,15 @@ def test_softmax_of_large_bf16_scores_is_as_exact_as_fp32() -> None:
     q = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16)
     k = torch.zeros(1, 1, 300, 4, dtype=torch.bfloat16)
     v = torch.ones(1, 1, 300, 4, dtype=torch.bfloat16)
-    assert attend_reference(q, k, v, None, False, 0.0, False).probabilities.sum() == pytest.approx(1.0, abs=1e-5)
-    assert torch.allclose(attend_sdpa(q, k, v, None, False, 0.0, False).float(), torch.ones(4), atol=4e-3)
+    assert attend_reference(q, k, v, Weighting()).probabilities.sum() == pytest.approx(1.0, abs=1e-5)
+    assert torch.allclose(attend_sdpa(q, k, v, Weighting()).float(), torch.ones(4), atol=4e-3)
 
 
 def test_reference_keeps_fp32_under_autocast() -> None:
     q, k, v = (t.detach() for t in inputs(4, 4))
-    exact = attend_reference(q, k, v, None, True, 0.0, False)
+    exact = attend_reference(q, k, v, Weighting(causal=True))
     with torch.autocast("cpu", torch.bfloat16):
-        found = attend_reference(q, k, v, None, True, 0.0, False)
+        found = attend_reference(q, k, v, Weighting(causal=True))
     assert torch.equal(found.output, exact.output)
     assert torch.equal(found.probabilities, exact.probabilities)
 
@@ -269,9 +276,9 @@ def test_a_probability_is_dropped_as_often_as_asked_and_the_rest_is_scaled(atten
     keys, p = 64, 0.3
     q, k = (torch.randn(5, 2, keys, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     identity = torch.eye(keys).expand(5, 2, keys, keys).contiguous()
-    plain = attend(q, k, identity, None, False, 0.0, True)
+    plain = attend(q, k, identity, Weighting())
     torch.manual_seed(3)
-    dropped = attend(q, k, identity, None, False, p, True)
+    dropped = attend(q, k, identity, Weighting(dropout=p))
     kept = dropped != 0
     assert abs(float((~kept).float().mean()) - p) < 5 * math.sqrt(p * (1 - p) / kept.numel())
     assert torch.allclose(dropped[kept], plain[kept] / (1 - p), rtol=1e-5)
@@ -295,7 +302,7 @@ def test_lengths_and_causality_need_no_mask_of_the_scores_size(name: BackendName
     q, k, v = inputs(16, 16)
     mask = None if causal else key_mask((16, 0, 5), 16)
     with LargestMask() as seen:
-        attention_kernel(name)(q, k, v, mask, causal, 0.0, True).sum().backward()
+        attention_kernel(name)(q, k, v, Weighting(mask, causal)).sum().backward()
     assert seen.elements <= (16 * 16 if causal else BATCH * 16)
 
 
@@ -305,10 +312,10 @@ def test_auto_runs_the_kernel_that_its_rule_names(dtype: torch.dtype, monkeypatc
     named = chosen_backend(torch.device("cpu"), dtype)
     assert named == ("matmul" if dtype == torch.bfloat16 else "sdpa")
     q, k, v = inputs(9, 9, dtype)
-    expected = attention_kernel(named)(q, k, v, None, True, 0.0, False)
-    other = "products_attention" if named == "sdpa" else "F.scaled_dot_product_attention"
-    monkeypatch.setattr(f"dist_tfm.model.attention.{other}", None)
-    assert torch.equal(attention_kernel("auto")(q, k, v, None, True, 0.0, False), expected)
+    expected = attention_kernel(named)(q, k, v, Weighting(causal=True))
+    other = "torch.matmul" if named == "sdpa" else "F.scaled_dot_product_attention"
+    monkeypatch.setattr(f"dist_tfm.model.attention_kernels.{other}", None)
+    assert torch.equal(attention_kernel("auto")(q, k, v, Weighting(causal=True)), expected)
 
 
 def test_auto_is_fused_on_a_gpu() -> None:
@@ -317,9 +324,9 @@ def test_auto_is_fused_on_a_gpu() -> None:
 
 def test_matmul_keeps_its_dtype_under_autocast() -> None:
     q, k, v = (t.detach() for t in inputs(4, 4, torch.bfloat16))
-    exact = attend_matmul(q, k, v, None, True, 0.0, False)
+    exact = attend_matmul(q, k, v, Weighting(causal=True))
     with torch.autocast("cpu", torch.bfloat16):
-        found = attend_matmul(q, k, v, None, True, 0.0, False)
+        found = attend_matmul(q, k, v, Weighting(causal=True))
     assert torch.equal(found, exact)
 
 

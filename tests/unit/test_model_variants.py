@@ -16,12 +16,8 @@ from dist_tfm.config.schema import DataConfig, ModelConfig
 from dist_tfm.errors import ConfigError
 from dist_tfm.inference.cache import DecoderCache
 from dist_tfm.inference.greedy import greedy
-from dist_tfm.model.attention import (
-    MultiHeadAttention,
-    attend_reference,
-    attend_sdpa,
-    attention_kernel,
-)
+from dist_tfm.model.attention import MultiHeadAttention, attention_kernel
+from dist_tfm.model.attention_kernels import attend_reference, attend_sdpa
 from dist_tfm.model.embedding import Embedding
 from dist_tfm.model.feed_forward import feed_forward
 from dist_tfm.model.initialization import deep_norm_gain, initial_value, initialize

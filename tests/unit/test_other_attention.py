@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.metrics.flops import LengthSums, forward_flops
-from dist_tfm.model.attention import Attend, attend_sdpa, attention_kernel
+from dist_tfm.model.attention import attention_kernel
+from dist_tfm.model.attention_kernels import Attend, Weighting, attend_sdpa
 from dist_tfm.model.linear_attention import BLOCK, attend_linear
 from dist_tfm.model.window_attention import LEAST_BLOCK, WindowAttend
 from tests.unit.test_sentence_packing import build, differentiated, micro_batch
@@ -42,7 +43,9 @@ def test_a_window_is_full_attention_with_the_rest_hidden(kernel: Any, causal: bo
     query, key, value, mask = inputs(LONG)
     bias = torch.randn(1, 3, LONG, LONG, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for visible, added in ((None, None), (mask, None), (mask.expand(2, 1, LONG, LONG), bias)):
-        found = WindowAttend(attention_kernel(kernel), window)(query, key, value, visible, causal, 0.0, False, added)
+        found = WindowAttend(attention_kernel(kernel), window)(
+            query, key, value, Weighting(visible, causal, bias=added)
+        )
         shown = seen(LONG, LONG, causal, window) & (torch.tensor(True) if visible is None else visible)
         scores = query @ key.mT / math.sqrt(5) + (0.0 if added is None else added)
         weights = scores.masked_fill(~shown, -math.inf).softmax(-1).nan_to_num(0.0)
@@ -59,11 +62,11 @@ def test_a_window_over_a_cache_is_that_of_the_whole_and_costs_a_window() -> None
 
     kernel: Attend = counting  # type: ignore[assignment]
     attend = WindowAttend(kernel, 7)
-    whole = attend(query, key, value, mask, True, 0.0, False)
+    whole = attend(query, key, value, Weighting(mask, True))
     assert max(widths) == LEAST_BLOCK + 7
     widths.clear()
     for count in (1, 5):
-        newest = attend(query[:, :, -count:], key, value, mask, True, 0.0, False)
+        newest = attend(query[:, :, -count:], key, value, Weighting(mask, True))
         torch.testing.assert_close(newest, whole[:, :, -count:], rtol=0, atol=1e-12)
     assert widths == [8, 12]
 
@@ -83,7 +86,7 @@ def quadratic(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Ten
 def test_linear_attention_is_its_quadratic_form(causal: bool, length: int) -> None:
     *made, mask = inputs(length)
     leaves = [[part.clone().requires_grad_() for part in made] for _ in range(2)]
-    found = attend_linear(*leaves[0], mask, causal, 0.0, True)
+    found = attend_linear(*leaves[0], Weighting(mask, causal))
     expected = quadratic(*leaves[1], seen(length, length, causal, None) & mask)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     for result in (found, expected):
@@ -94,9 +97,9 @@ def test_linear_attention_is_its_quadratic_form(causal: bool, length: int) -> No
 
 def test_linear_attention_over_a_cache_is_that_of_the_whole() -> None:
     query, key, value, mask = inputs(LONG)
-    whole = attend_linear(query, key, value, mask, True, 0.0, False)
+    whole = attend_linear(query, key, value, Weighting(mask, True))
     for count in (1, 5, 90):
-        newest = attend_linear(query[:, :, -count:], key, value, mask, True, 0.0, False)
+        newest = attend_linear(query[:, :, -count:], key, value, Weighting(mask, True))
         torch.testing.assert_close(newest, whole[:, :, -count:], rtol=0, atol=1e-12)
 
 
@@ -105,13 +108,13 @@ def test_linear_attention_stays_finite_and_blank_rows_are_zeros(length: int) -> 
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         query, key, value, mask = inputs(length, dtype)
         for causal in (True, False):
-            found = attend_linear(query, key, value, mask, causal, 0.0, False)
+            found = attend_linear(query, key, value, Weighting(mask, causal))
             exact = (part.double() for part in (query, key, value))
             expected = quadratic(*exact, seen(length, length, causal, None) & mask)
             assert found.dtype == dtype
             assert float((found.double() - expected).abs().max()) < tolerance
-            assert not attend_linear(query, key, value, torch.zeros_like(mask), causal, 0.0, False).any()
-            assert attend_linear(query * 1e4, key * 1e4, value, mask, causal, 0.0, False).isfinite().all()
+            assert not attend_linear(query, key, value, Weighting(torch.zeros_like(mask), causal)).any()
+            assert attend_linear(query * 1e4, key * 1e4, value, Weighting(mask, causal)).isfinite().all()
 
 
 def test_linear_attention_over_packed_sentences_is_that_over_padded_ones() -> None:
@@ -127,13 +130,12 @@ def test_linear_attention_over_packed_sentences_is_that_over_padded_ones() -> No
 def test_what_linear_attention_has_not_is_refused() -> None:
     query, key, value, mask = inputs(4)
     for given in (
-        (mask, False, 0.0, False, torch.zeros(1, 3, 4, 4)),
-        (mask, False, 0.1, True, None),
-        (mask.expand(2, 1, 4, 4), False, 0.0, False, None),
+        Weighting(mask, bias=torch.zeros(1, 3, 4, 4)),
+        Weighting(mask, dropout=0.1),
+        Weighting(mask.expand(2, 1, 4, 4)),
     ):
         with pytest.raises(ValueError, match="no bias, no dropout on them and a mask of keys alone"):
-            attend_linear(query, key, value, *given)
-    attend_linear(query, key, value, mask, False, 0.1, False)
+            attend_linear(query, key, value, given)
 
 
 def test_flops_of_windows_and_of_kernels_grow_with_the_length() -> None:

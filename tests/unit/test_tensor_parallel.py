@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dist_tfm.training.loss as loss_module
 from data_pipeline.api import PAD, zero_weight_batch
 from dist_tfm.config.schema import ModelConfig
-from dist_tfm.model.attention import attend_sdpa
+from dist_tfm.model.attention_kernels import Weighting, attend_sdpa
 from dist_tfm.model.initialization import deep_norm_gain, initialize
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel import layers
@@ -290,7 +290,7 @@ def _attended(rank: int, training: bool, seed: int = 5) -> tuple[Tensor, Tensor]
     axis.rank = rank
     torch.manual_seed(seed)
     query, ones = torch.zeros(8, 2, 40, 4), torch.ones(8, 2, 40, 4)
-    output = DividedAttend(attend_sdpa, axis)(query, ones, ones, None, False, 0.25, training)
+    output = DividedAttend(attend_sdpa, axis)(query, ones, ones, Weighting(dropout=0.25 if training else 0.0))
     return output, torch.rand(3)
 
 
