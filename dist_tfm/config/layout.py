@@ -69,6 +69,14 @@ def check_device(config: Config, device: str) -> None:
             f"precision.dtype: fp16 trains on GPUs only, found launch.device {device}: use bf16, which needs no loss "
             "scale, or fp32"
         )
+    _check_kernels(config, device)
+
+
+def _check_kernels(config: Config, device: str) -> None:
+    if config.train.kernels == "native" and device != "cpu":
+        raise ConfigError(
+            f"train.kernels: native ones run on CPUs only, found launch.device {device}: set train.kernels=torch"
+        )
 
 
 def describe(parallel: ParallelConfig) -> str:

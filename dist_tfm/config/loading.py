@@ -18,7 +18,7 @@ SECTIONS: Mapping[str, type] = {f.name: f.default_factory for f in dataclasses.f
 
 MAY_CHANGE = frozenset(
     {f"train.{key}" for key in ("steps", "run_dir", "validate_every", "max_skips")}
-    | {f"train.{key}" for key in ("activation_checkpointing", "compile")}
+    | {f"train.{key}" for key in ("activation_checkpointing", "compile", "kernels")}
     | {f"data.{key}" for key in ("workers", "prepare_workers", "expected_pairs")}
     | {f"data.{key}" for key in ("cache", "cache_gigabytes", "on_error", "most_skipped")}
 )
@@ -90,6 +90,7 @@ def _speed_faults(sections: Mapping[str, Any]) -> list[str]:
         "data.packing=true": data.packing,
         f"model.self_attention={model.self_attention}": model.self_attention != "full",
         "model.positions=relative": model.positions == "relative",
+        "train.kernels=native": train.kernels == "native",
         f"train.activation_checkpointing={train.activation_checkpointing}": (
             train.activation_checkpointing in ("attention", "feed_forward")
         ),

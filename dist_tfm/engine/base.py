@@ -59,6 +59,7 @@ class EngineFacts:
     tensor_parallel: int
     pipeline_parallel: int
     device: str
+    kernels: str  # "torch", or "native" where dropout and the loss's rows are compiled C++
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from dist_tfm.engine.model_parallel import ModelParallelUnit, mark_counted
 from dist_tfm.engine.moving_average import MovingAverage
 from dist_tfm.engine.passes import Computation, Passes
 from dist_tfm.errors import RunError
+from dist_tfm.kernels.dropout import CountedDropout
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.tags import tag_of, tag_parameters
 from dist_tfm.parallel.topology import Topology
@@ -251,6 +252,7 @@ def _read_facts(engine: Any, model: Transformer, topology: Topology) -> EngineFa
         tensor_parallel=topology.axes.tensor.size,
         pipeline_parallel=topology.axes.pipe.size,
         device=device.type,
+        kernels="native" if any(isinstance(m, CountedDropout) for m in model.modules()) else "torch",
     )
 
 

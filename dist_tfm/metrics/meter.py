@@ -158,6 +158,7 @@ class Meter:
             "zero_stage": self._facts.zero_stage,
             "precision": self._facts.precision,
             "attention": self._facts.attention,
+            "kernels": self._facts.kernels,
             # Since the line before; realised shares, and pairs that could not be read (data.on_error: skip).
             "left_out_pairs": self._left_out,
             **{f"share_{name}": n / self._tokens for name, n in zip(self.corpora, self._by_corpus, strict=True)},

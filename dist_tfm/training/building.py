@@ -9,6 +9,7 @@ from dist_tfm.config.schema import Config
 from dist_tfm.engine.base import Engine
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
 from dist_tfm.engine.passes import Passes, PipelinePasses, RunnerFactory, WholePasses
+from dist_tfm.kernels.native import load_kernels
 from dist_tfm.model.initialization import deep_norm_gain, initialize
 from dist_tfm.model.layers import LayerRunner
 from dist_tfm.model.transformer import Transformer
@@ -21,10 +22,12 @@ from dist_tfm.parallel.tied import tie_parameters
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.compilation import compile_layers
 from dist_tfm.training.loss import StageLoss, TranslationLoss
+from dist_tfm.training.native import NativeRowLoss, use_counted_dropout
 from dist_tfm.training.optim import parameter_groups
 from dist_tfm.training.randomness import SeededRunner
 from dist_tfm.training.recomputation import recomputation, recompute_inside
 from dist_tfm.training.schedule import rate_function
+from dist_tfm.training.smoothing import RowLoss, row_loss
 
 
 class Sizes(NamedTuple):
@@ -55,10 +58,14 @@ def build_engine(config: Config, vocab_size: int, topology: Topology, source_voc
 
     plan = stage_plan(config, vocab_size)
     sizes = Sizes(vocab_size, source_vocab_size)
+    kernels = load_kernels() if config.train.kernels == "native" else None
+    of_rows = row_loss if kernels is None else NativeRowLoss(kernels)
     if plan is None:
-        part = whole_part(config, sizes, topology, runner)
+        part = whole_part(config, sizes, topology, runner, of_rows)
     else:
-        part = stage_part(config, sizes, plan, topology, runner)
+        part = stage_part(config, sizes, plan, topology, runner, of_rows)
+    if kernels is not None:
+        use_counted_dropout(part.model, kernels)
     recompute_inside(part.model, recomputed.inside)
     if config.train.compile:
         compile_layers(part.model, topology.device)
@@ -93,17 +100,26 @@ def describe_layout(config: Config, vocab_size: int, topology: Topology) -> list
     return lines
 
 
-def whole_part(config: Config, sizes: Sizes, topology: Topology, runner: RunnerFactory) -> Part:
+def whole_part(
+    config: Config, sizes: Sizes, topology: Topology, runner: RunnerFactory, of_rows: RowLoss = row_loss
+) -> Part:
     """The whole model, or this rank's tensor shard of it."""
     model = Transformer(config.model, sizes.target, sizes.source)
     model.packed = config.data.packing
     initialize(model, config.train.seed, deep_norm_gain(config.model))
     tensor = topology.axes.tensor
     divide(model, tensor)
-    return Part(model, TranslationLoss(model, config.train.label_smoothing, tensor), WholePasses(runner))
+    return Part(model, TranslationLoss(model, config.train.label_smoothing, tensor, of_rows), WholePasses(runner))
 
 
-def stage_part(config: Config, sizes: Sizes, plan: StagePlan, topology: Topology, runner: RunnerFactory) -> Part:
+def stage_part(
+    config: Config,
+    sizes: Sizes,
+    plan: StagePlan,
+    topology: Topology,
+    runner: RunnerFactory,
+    of_rows: RowLoss = row_loss,
+) -> Part:
     """The stage of `plan` that is this rank's, or its tensor shard, with the weights that the whole model would have;
     collective."""
     number, tensor = topology.axes.pipe.rank, topology.axes.tensor
@@ -121,5 +137,5 @@ def stage_part(config: Config, sizes: Sizes, plan: StagePlan, topology: Topology
         dtype=torch.bfloat16 if rounded else torch.float32,  # autocast (stage 0) leaves hidden states in fp32
     )
     tied = tie_parameters(model, plan, topology, config.launch)
-    loss = TranslationLoss(model, config.train.label_smoothing, tensor)
+    loss = TranslationLoss(model, config.train.label_smoothing, tensor, of_rows)
     return Part(model, StageLoss(loss, stage), PipelinePasses(pipeline, tied, runner))

@@ -52,7 +52,7 @@ def rehearse(config: Config, topology: Topology) -> int:
         facts = engine.facts
         console.say(
             f"running on {facts.world_size} process(es), {facts.device}, {facts.precision}, ZeRO stage "
-            f"{facts.zero_stage}, attention {facts.attention}, activation checkpointing "
+            f"{facts.zero_stage}, attention {facts.attention}, kernels {facts.kernels}, activation checkpointing "
             f"{config.train.activation_checkpointing}"
         )
         for batch in corpus.loader.largest_batches():

@@ -22,7 +22,7 @@ from dist_tfm.parallel.axis import Alone, Axis
 from dist_tfm.parallel.layers import VocabularyShard, enter
 from dist_tfm.parallel.stages import Stage
 from dist_tfm.training.projected_loss import projected_loss
-from dist_tfm.training.smoothing import Statistics, combine, local_statistics, losses, slopes_
+from dist_tfm.training.smoothing import RowLoss, Statistics, combine, local_statistics, losses, row_loss, slopes_
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are held in fp32 at a time (64 MiB): a whole fp32 copy of them would be the largest tensor of a step."""
@@ -85,6 +85,7 @@ def projected_cross_entropy(
     smoothing: float,
     vocabulary: VocabularyShard,
     bias: Tensor | None = None,
+    of_rows: RowLoss = row_loss,
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, D] through the projection weight [high - low, D] and, if there is one, bias [high - low], to
     `smoothed_cross_entropy` of labels [N].
@@ -95,21 +96,29 @@ def projected_cross_entropy(
     entered = enter(hidden, vocabulary.axis)
     if hidden.dtype == torch.float16:
         return smoothed_cross_entropy(F.linear(entered, weight, bias), labels, smoothing, vocabulary)
-    return projected_loss(entered, weight, labels, smoothing, vocabulary, bias)
+    return projected_loss(entered, weight, labels, smoothing, vocabulary, bias, of_rows)
 
 
 class TranslationLoss(nn.Module):
     """The model and its loss as one module, which an engine trains. The sums are left undivided: the one division, by
     the step's number of target tokens over all ranks and micro-batches, is the engine's.
 
-    tensor: the axis over which the model was divided, if it was (`parallel.plan.divide`).
+    tensor: the axis over which the model was divided, if it was (`parallel.plan.divide`). of_rows: what turns scores
+    into losses and slopes.
     """
 
-    def __init__(self, model: Transformer, label_smoothing: float, tensor: Axis | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        label_smoothing: float,
+        tensor: Axis | None = None,
+        of_rows: RowLoss = row_loss,
+    ) -> None:
         super().__init__()
         self.model = model
         self.label_smoothing = label_smoothing
         self._vocabulary = VocabularyShard(Alone() if tensor is None else tensor, model.vocab_size)
+        self._of_rows = of_rows
 
     def forward(
         self, source: Tensor, target_in: Tensor, labels: Tensor, run: LayerRunner = run_plainly
@@ -135,6 +144,7 @@ class TranslationLoss(nn.Module):
             self.label_smoothing,
             self._vocabulary,
             self.model.output_bias,
+            self._of_rows,
         )
 
 

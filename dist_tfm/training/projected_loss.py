@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dist_tfm.parallel.layers import VocabularyShard
-from dist_tfm.training.smoothing import combine, local_statistics, losses, slopes_
+from dist_tfm.training.smoothing import Goal, RowLoss, row_loss
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits that are held at a time: 524 rows of a vocabulary of 32,000, all rows of a micro-batch of one of 4,000."""
+CHUNK_BYTES = 1 << 27
+"""Logits that are held at a time, in bytes: 2,097 rows of a vocabulary of 32,000 in bf16, half of them in fp32."""
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
@@ -33,10 +33,11 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         smoothing: float,
         vocabulary: VocabularyShard,
         differentiate: bool,
+        of_rows: RowLoss,
     ) -> tuple[Tensor, Tensor]:
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        targets, here = vocabulary.local(labels)
-        chunks = row_chunks(len(labels), vocabulary)
+        goal = Goal(*vocabulary.local(labels), smoothing, vocabulary)
+        chunks = row_chunks(len(labels), vocabulary, hidden.element_size())
         sums = torch.zeros(2, dtype=exact, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if differentiate else None
         # A single chunk's product is the sum itself: no second buffer.
@@ -44,20 +45,14 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         of_weight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if many else None
         of_bias = None if bias is None else torch.zeros(bias.shape, dtype=exact, device=bias.device)
         for rows in chunks:
-            scores = (hidden[rows] @ weight.t()).to(exact)
-            if bias is not None:
-                scores += bias
-            partition, target, total = combine(local_statistics(scores, targets[rows]), here[rows], vocabulary)
-            loss, nll = losses(partition, target, total, smoothing, vocabulary)
-            sums += torch.stack((loss.sum(), nll.sum()))
+            scores = hidden[rows] @ weight.t()
+            sums += of_rows(scores, bias, goal.of(rows), differentiate)
             if of_hidden is None:
                 continue
-            slopes = slopes_(scores, partition, targets[rows], here[rows], smoothing, vocabulary)
             if of_bias is not None:
-                of_bias += slopes.sum(0)
-            slopes = slopes.to(hidden.dtype)
-            torch.mm(slopes, weight, out=of_hidden[rows])
-            product = slopes.t() @ hidden[rows]
+                of_bias += scores.sum(0, dtype=exact)  # which are the slopes now
+            torch.mm(scores, weight, out=of_hidden[rows])
+            product = scores.t() @ hidden[rows]
             of_weight = product if of_weight is None else of_weight.add_(product)
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
@@ -67,13 +62,13 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, *others = ctx.saved_tensors
         of_weight, of_bias = (
             None if total is None else (total * grads[0]).to(dtype)
             for total, dtype in zip(others, ctx.dtypes, strict=True)
         )
-        return of_hidden * grads[0], cast(Tensor, of_weight), of_bias, None, None, None, None
+        return of_hidden * grads[0], of_weight, of_bias, None, None, None, None, None
 
 
 def projected_loss(
@@ -83,12 +78,13 @@ def projected_loss(
     smoothing: float,
     vocabulary: VocabularyShard,
     bias: Tensor | None = None,
+    of_rows: RowLoss = row_loss,
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, D], weight [high - low, D], labels [N], none of them a pad: (loss_sum, nll_sum), as
     `dist_tfm.training.loss.smoothed_cross_entropy` of the logits hidden weight^T + bias, bias [high - low].
 
-    Under autocast the products are computed in its dtype, as a linear layer's are. Raises ValueError for a weight that
-    is not that of the shard.
+    of_rows: what turns scores into losses and slopes. Under autocast the products are computed in its dtype, as a
+    linear layer's are. Raises ValueError for a weight that is not that of the shard.
     """
     if weight.size(0) != vocabulary.high - vocabulary.low:
         raise ValueError(
@@ -100,13 +96,13 @@ def projected_loss(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(device, enabled=False):
         sums = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, labels, smoothing, vocabulary, torch.is_grad_enabled()
+            hidden, weight, bias, labels, smoothing, vocabulary, torch.is_grad_enabled(), of_rows
         )
     return cast(tuple[Tensor, Tensor], sums)
 
 
-def row_chunks(rows: int, vocabulary: VocabularyShard) -> list[slice]:
-    """Cuts rows so that a chunk has about CHUNK_ELEMENTS logits; all ranks of a divided vocabulary, whose shards differ
+def row_chunks(rows: int, vocabulary: VocabularyShard, element_size: int) -> list[slice]:
+    """Cuts rows so that a chunk's logits take about CHUNK_BYTES; all ranks of a divided vocabulary, whose shards differ
     by a token, cut alike, since they exchange statistics chunk by chunk."""
-    size = max(1, CHUNK_ELEMENTS // -(-vocabulary.size // vocabulary.axis.size))
+    size = max(1, CHUNK_BYTES // (element_size * -(-vocabulary.size // vocabulary.axis.size)))
     return [slice(first, first + size) for first in range(0, rows, size)]

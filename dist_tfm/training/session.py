@@ -22,6 +22,7 @@ from dist_tfm.config.loading import config_from_yaml, config_to_yaml, difference
 from dist_tfm.config.schema import Config, LaunchConfig
 from dist_tfm.engine.base import Engine
 from dist_tfm.errors import ConfigError, InputError, RunError
+from dist_tfm.kernels.native import load_kernels
 from dist_tfm.metrics.flops import peak_flops
 from dist_tfm.metrics.meter import Meter
 from dist_tfm.metrics.writers import (
@@ -114,6 +115,9 @@ def agree_on_configuration(config: Config, topology: Topology, fault: ConfigErro
     sizes = topology.ranks.world_size, topology.ranks.local_world_size
     together(topology.world, "laying out the processes", lambda: check_world(config, *sizes))
     together(topology.world, "looking at the device", lambda: check_device(config, topology.device.type))
+    if config.train.kernels == "native":
+        # Compiled here, before anything that takes long; whoever needs them then finds them in the cache.
+        together(topology.world, "compiling the kernels", load_kernels)
 
 
 def prepare_shards(config: Config, topology: Topology, console: Console, stop: StopRequest | None = None) -> bool:

@@ -237,7 +237,7 @@ class Recording:
 
 
 def train(group: Threads, loader: StepLoader, engine: Recording, lines: list[dict[str, Any]], leads: bool) -> Trainer:
-    facts = EngineFacts("sdpa", "fp32", 0, 2, 1, 1, "cpu")
+    facts = EngineFacts("sdpa", "fp32", 0, 2, 1, 1, "cpu", "torch")
     meter = Meter(ModelConfig(), 10, facts, SimpleNamespace(type="cpu"), 1.0, 0)  # type: ignore[arg-type]
     nothing: Callable[[Progress], None] = lambda _: None  # noqa: E731
     return Trainer(

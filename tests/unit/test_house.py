@@ -23,6 +23,7 @@ LAYERS = [
     "dist_tfm.engine",
     "dist_tfm.parallel",
     "dist_tfm.model",
+    "dist_tfm.kernels",
     "dist_tfm.config",
     "dist_tfm.errors",
     "data_pipeline",

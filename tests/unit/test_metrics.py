@@ -120,7 +120,7 @@ def test_a_packed_training_step_runs_the_flops_that_are_counted(recomputed: str)
 
 def test_utilisation_is_the_models_share_of_the_peak_and_flops_add_up() -> None:
     assert model_flops_utilisation(6e12, 3.0, 4e12) == 0.5
-    config, facts = ModelConfig(d_model=32, d_ff=48, heads=4), EngineFacts("sdpa", "fp32", 1, 1, 1, 1, "cpu")
+    config, facts = ModelConfig(d_model=32, d_ff=48, heads=4), EngineFacts("sdpa", "fp32", 1, 1, 1, 1, "cpu", "torch")
     peak = 1e12
     meter = Meter(config, 50, facts, torch.device("cpu"), peak, flops=1000)
     parts = [batch(2, 4, 3), batch(3, 5, 2)]

@@ -55,7 +55,7 @@ def differentiated(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -
 
 @pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 1000], ids=["a row", "three rows", "all rows"])
 def test_it_equals_the_plain_loss(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 8 * chunk)
     for found, expected in zip(
         differentiated(chunked, *problem(torch.float64)), differentiated(plain, *problem(torch.float64)), strict=True
     ):
@@ -64,7 +64,7 @@ def test_it_equals_the_plain_loss(chunk: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("chunk", [1, 3 * VOCABULARY, 1000], ids=["a row", "three rows", "all rows"])
 def test_a_bias_of_the_scores_is_added_and_learns(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 8 * chunk)
     given = torch.randn(VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     biases = [given.clone().requires_grad_() for _ in range(2)]
 
@@ -93,7 +93,7 @@ def test_in_bf16_gradients_are_as_near_to_exact_ones_as_the_plain_losses(monkeyp
 
     reference = errors(plain)
     for chunk in (VOCABULARY, 10**6):
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2 * chunk)
         for mine, theirs in zip(errors(chunked), reference, strict=True):
             assert mine <= 1.5 * theirs + 1e-6
 
@@ -114,7 +114,7 @@ def test_divided_vocabularies_give_the_whole_loss_and_each_rank_its_rows(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 5 tokens the ranks have 2 and 3: cut by their own logits, they would wait for each other's chunks."""
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 6)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 8 * 6)
     hidden, weight, labels = problem(torch.float64, vocabulary=vocabulary)
     loss, nll, of_hidden, of_weight = differentiated(plain, hidden, weight, labels)
 
@@ -149,7 +149,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_no_tensor_is_larger_than_a_chunk_or_the_operands(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, width, vocabulary = 512, 8, 400
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 16 * vocabulary)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 16 * vocabulary * dtype.itemsize)
     hidden, weight, labels = problem(dtype, rows, width, vocabulary)
     largest = {}
     for name, loss in (("chunked", chunked), ("plain", plain)):
@@ -162,7 +162,7 @@ def test_no_tensor_is_larger_than_a_chunk_or_the_operands(dtype: torch.dtype, mo
 
 
 def test_without_gradients_there_is_one_product_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4 * VOCABULARY)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 4 * VOCABULARY)
     hidden, weight, labels = problem(torch.float32)
     expected = chunked(hidden, weight, labels)
     with torch.no_grad(), Largest() as seen:
