@@ -39,6 +39,12 @@ def key_mask(lengths: tuple[int, ...], keys: int) -> Tensor:
     return (torch.arange(keys) < torch.tensor(lengths)[:, None])[:, None, None, :]
 
 
+def boundaries(queries: tuple[int, ...], keys: tuple[int, ...]) -> Tensor:
+    """The mask of sentences of these lengths that are laid end to end: each sees its own keys."""
+    sides = [torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) for sizes in (queries, keys)]
+    return (sides[0][:, None] == sides[1][None, :]).expand(BATCH, 1, -1, -1)
+
+
 CASES: dict[str, tuple[int, int, Callable[[], Tensor | None], bool]] = {
     "everything visible": (5, 7, lambda: None, False),
     "causal": (6, 6, lambda: None, True),
@@ -47,6 +53,9 @@ CASES: dict[str, tuple[int, int, Callable[[], Tensor | None], bool]] = {
     "padding": (5, 7, lambda: key_mask((7, 3, 1), 7), False),
     "padding hides a whole sentence": (5, 7, lambda: key_mask((7, 0, 1), 7), False),
     "causal and padding": (6, 6, lambda: key_mask((6, 4, 1), 6), True),
+    "causal and padding after cached keys": (2, 6, lambda: key_mask((6, 4, 1), 6), True),
+    "packed boundaries": (6, 7, lambda: boundaries((3, 1, 2), (2, 5, 0)), False),
+    "packed boundaries and causal": (7, 7, lambda: boundaries((3, 0, 4), (3, 0, 4)), True),
     "a mask for each query": (
         4,
         5,
