@@ -36,6 +36,7 @@ from benchmarks.harness import (
 )
 from benchmarks.synthetic import draw_lengths, write_random_shards
 from data_pipeline.api import DataConfig, Position
+from data_pipeline.cells import Part
 from data_pipeline.command_line import parse_command_line
 from data_pipeline.loader import BlockLoader
 from data_pipeline.plan import Plan, plan_window
@@ -43,7 +44,7 @@ from data_pipeline.prepare import prepare
 from data_pipeline.prepared import open_prepared
 from data_pipeline.settings import run_main
 from data_pipeline.shards import ShardReader
-from data_pipeline.window import Part, WindowSource
+from data_pipeline.window import WindowSource
 from dist_tfm.config.loading import SECTIONS, check_sections, config_to_yaml, make_config
 from dist_tfm.config.schema import Config
 from dist_tfm.errors import RunError

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.api import DataConfig
+from data_pipeline.cells import Part
 from data_pipeline.errors import InputError
 from data_pipeline.index import INDEX_FILE, read_index
 from data_pipeline.prepared import TOKENIZER_FILE, TRAIN, VALID, locate
@@ -22,7 +23,7 @@ from data_pipeline.ragged import starts_of
 from data_pipeline.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.validation import read_texts
-from data_pipeline.window import Part, WindowSource
+from data_pipeline.window import WindowSource
 
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 100)
 PLANNING = ("batch_tokens", "micro_batches", "lanes", "window_pairs")
@@ -112,7 +113,7 @@ def print_plan(reader: ShardReader, data: DataConfig, seed: int) -> None:
     source = WindowSource(Part(reader), data, seed)
     window = source.load(0, 0, range(source.lanes))
     steps = window.micro_batches // source.per_step
-    tokens = sum(sum(lane.plan.tokens) for lane in window.lanes.values()) / max(1, steps)
+    tokens = sum(lane.tokens for lane in window.lanes.values()) / max(1, steps)
     print(f"  plan of window 1 of {source.windows} (epoch 1, seed {seed})")
     print(f"  steps          {steps:,} of {data.micro_batches} micro-batches")
     print(f"  lanes          {source.lanes}")

@@ -16,13 +16,14 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from data_pipeline.api import Batch, CorpusPosition, DataConfig, Position, StepBatches, Unreadable, zero_weight_batch
 from data_pipeline.background import Caller, Pool, Threads
+from data_pipeline.cells import Part
 from data_pipeline.errors import InputError
 from data_pipeline.lanes import lanes_read_once, lanes_served, times_read
 from data_pipeline.mixture import Draw
 from data_pipeline.shards import ShardReader
 from data_pipeline.stream import Stream
 from data_pipeline.unreadable import Damage, leave_out
-from data_pipeline.window import Part, Window, WindowSource
+from data_pipeline.window import Window, WindowSource
 
 L = TypeVar("L", bound="StepLoader")
 

@@ -96,14 +96,15 @@ def window_blocks(block_pairs: Lengths, window_pairs: int, lanes: int, seed: int
 class Cuts:
     """Pairs in planning order, cut wherever the budget is full: what a plan is made of, once its steps are known.
 
-    source, target [N]: lengths, EOS included; rows: those that fit the budget, in order; offsets: where they are cut.
-    rng: what is drawn next decides the order of steps.
+    rows [N]: those that fit the budget, in order; source, target [N]: their lengths, EOS included; offsets: where they
+    are cut; left_out: the others. rng: what is drawn next decides the order of steps.
     """
 
-    source: Rows
-    target: Rows
     rows: Rows
+    source: Lengths
+    target: Lengths
     offsets: Rows
+    left_out: Rows
     budget: int
     rng: np.random.Generator
 
@@ -116,19 +117,19 @@ class Cuts:
 
         To be called once: it draws from rng.
         """
-        source, target = self.source, self.target
-        longer = np.maximum(source, target)[self.rows]
-        offsets = split_to_count(self.offsets, longer, steps * micro_batches)
-        rows, offsets = _order_steps(self.rows, offsets, source, target, micro_batches, self.rng)
+        offsets = split_to_count(self.offsets, np.maximum(self.source, self.target), steps * micro_batches)
+        widths = (widths_of(self.source, offsets), widths_of(self.target, offsets))
+        order = _step_order(np.diff(offsets) * (widths[0] + widths[1]), micro_batches, self.rng)
+        rows, offsets = _take(self.rows, offsets, order)
         return Plan(
             rows=rows,
             offsets=offsets,
-            source_widths=_widths(source[rows], offsets),
-            target_widths=_widths(target[rows], offsets),
+            source_widths=widths[0][order],
+            target_widths=widths[1][order],
             micro_batches=micro_batches,
             budget=self.budget,
-            left_out=np.flatnonzero(np.maximum(source, target) > self.budget),
-            tokens=(int(source[rows].sum()), int(target[rows].sum())),
+            left_out=self.left_out,
+            tokens=(int(self.source.sum(dtype=np.int64)), int(self.target.sum(dtype=np.int64))),
         )
 
 
@@ -138,14 +139,12 @@ def cut_window(source_lengths: Lengths, target_lengths: Lengths, budget: int, ke
     key: (seed, epoch, window), and the lane of all lanes but the first.
     """
     rng = generator(*key, _WINDOW_PLAN)
-    source = source_lengths.astype(np.int64)
-    target = target_lengths.astype(np.int64)
-    fits = np.flatnonzero(np.maximum(source, target) <= budget)
-    rows = two_dimensional_order(source, target, fits, budget, rng)
-    longer = np.maximum(source, target)[rows]
+    fits = np.maximum(source_lengths, target_lengths) <= budget
+    rows, source, target = two_dimensional_order(source_lengths, target_lengths, np.flatnonzero(fits), budget, rng)
+    longer = np.maximum(source, target)
     # A random first cut moves all later ones, so that also windows without equal lengths are cut anew each epoch.
-    first = int(rng.integers(1, budget // longer[0] + 1)) if len(rows) else 0
-    return Cuts(source, target, rows, cut_to_budget(longer, budget, first), budget, rng)
+    first = int(rng.integers(1, budget // int(longer[0]) + 1)) if len(rows) else 0
+    return Cuts(rows, source, target, cut_to_budget(longer, budget, first), np.flatnonzero(~fits), budget, rng)
 
 
 def plan_window(
@@ -169,18 +168,18 @@ def plan_held_out(source_lengths: Lengths, target_lengths: Lengths, budget: int)
     target = target_lengths.astype(np.int64)
     longer = np.maximum(source, target)
     fitting = np.flatnonzero(longer <= budget)
-    rows = two_dimensional_order(source, target, fitting, budget, generator(_WINDOW_PLAN))
-    offsets = cut_to_budget(longer[rows], budget, len(rows))
+    rows, *sides = two_dimensional_order(source, target, fitting, budget, generator(_WINDOW_PLAN))
+    offsets = cut_to_budget(np.maximum(*sides), budget, len(rows))
     alone = np.flatnonzero(longer > budget)
     rows = np.concatenate((rows, alone))
     offsets = np.concatenate((offsets, offsets[-1] + 1 + np.arange(len(alone))))
-    cost = np.diff(offsets) * (_widths(source[rows], offsets) + _widths(target[rows], offsets))
+    cost = np.diff(offsets) * (widths_of(source[rows], offsets) + widths_of(target[rows], offsets))
     rows, offsets = _take(rows, offsets, np.argsort(-cost, kind="stable"))
     return Plan(
         rows=rows,
         offsets=offsets,
-        source_widths=_widths(source[rows], offsets),
-        target_widths=_widths(target[rows], offsets),
+        source_widths=widths_of(source[rows], offsets),
+        target_widths=widths_of(target[rows], offsets),
         micro_batches=1,
         budget=budget,
         left_out=np.zeros(0, dtype=np.int64),
@@ -221,18 +220,23 @@ def _most_up_to(longer: Rows, values: Rows) -> Rows:
     return np.maximum.accumulate(most)
 
 
-def two_dimensional_order(source: Rows, target: Rows, rows: Rows, budget: int, rng: np.random.Generator) -> Rows:
-    """`rows` in an order in which neighbours have like lengths on both sides; equal ones in random order.
+def two_dimensional_order(
+    source: Lengths, target: Lengths, rows: Rows, budget: int, rng: np.random.Generator
+) -> tuple[Rows, Lengths, Lengths]:
+    """`rows` in an order in which neighbours have like lengths on both sides, equal ones in random order; and their
+    source and target lengths.
 
     A strip takes all pairs whose longer side lies in a range of W lengths. A wide strip pads the longer side by about
     W / 2 on both sides; a narrow one holds few micro-batches, so each spans a wide range of source - target. With D the
     spread of that difference and m micro-batches for each length, the sum of both is least at W = sqrt(D / 2m).
     """
+    both = _side_by_side(source, target)
     if not len(rows):
-        return rows
+        return rows, both[:0, 0], both[:0, 1]
     rows = rng.permutation(rows)
-    longer = np.maximum(source, target)[rows]
-    difference = (source - target)[rows]
+    both = _rows_of(both, rows)
+    longer = np.maximum(both[:, 0], both[:, 1]).astype(np.int64)
+    difference = np.subtract(both[:, 0], both[:, 1], dtype=np.int64)
     pairs = np.bincount(longer)
     scale = np.arange(len(pairs), dtype=np.float64)
     batches = pairs * scale / budget
@@ -240,15 +244,46 @@ def two_dimensional_order(source: Rows, target: Rows, rows: Rows, budget: int, r
     spread = scale * (np.abs(difference - mean[longer]).sum() / longer.sum())
     # Strips of less than one length would gain nothing: pairs of one length pad the longer side by nothing.
     strips_per_length = np.minimum(1.0, np.sqrt(2.0 * batches / np.maximum(spread, 1e-9)))
-    strip = np.floor(np.cumsum(strips_per_length) + rng.random()).astype(np.int64)[longer]
-    signed = np.where(strip % 2 == 0, difference, -difference)
-    # One sort by (strip, signed difference): both fit into an integer with room to spare.
+    strip = np.floor(np.cumsum(strips_per_length) + rng.random()).astype(np.int64)
+    # One sort by (strip, difference, with its sign turned in every other strip): both fit into an integer easily.
     span = int(np.abs(difference).max()) + 1
-    ordered: Rows = rows[np.argsort(strip * (2 * span) + signed + span, kind="stable")]
-    return ordered
+    sign = np.where(strip % 2 == 0, 1, -1)
+    base = (strip - strip[int(longer.min())]) * (2 * span) + span
+    order = _stable_order(base[longer] + sign[longer] * difference)
+    both = _rows_of(both, order)
+    return rows[order], both[:, 0], both[:, 1]
 
 
-def cut_to_budget(longer: Rows, budget: int, first: int) -> Rows:
+def _side_by_side(source: Lengths, target: Lengths) -> Lengths:
+    """[N, 2]: both lengths of each pair in few bytes, so that a pair's are found at one place."""
+    longest = max(int(source.max(initial=0)), int(target.max(initial=0)))
+    kind = np.uint16 if longest < 1 << 16 else np.uint32 if longest < 1 << 32 else np.int64
+    both: Lengths = np.empty((len(source), 2), dtype=kind)
+    both[:, 0], both[:, 1] = source, target
+    return both
+
+
+def _rows_of(both: Lengths, rows: Rows) -> Lengths:
+    """both[rows], each pair of lengths moved as one number where it fits into one."""
+    if both.itemsize == 8:
+        return both[rows]
+    whole = np.dtype(f"u{2 * both.itemsize}")
+    found: Lengths = both.view(whole).reshape(-1)[rows].view(both.dtype).reshape(-1, 2)
+    return found
+
+
+def _stable_order(keys: Rows) -> Rows:
+    """np.argsort(keys, kind="stable") of keys that are not negative, by radix sort as far as numpy has one: 16 bits."""
+    largest = int(keys.max())
+    if largest >> 32:
+        return np.argsort(keys, kind="stable")
+    order = np.argsort(keys.astype(np.uint16), kind="stable")
+    if largest >> 16:
+        order = order[np.argsort((keys >> 16).astype(np.uint16)[order], kind="stable")]
+    return order
+
+
+def cut_to_budget(longer: Lengths, budget: int, first: int) -> Rows:
     """Offsets [K + 1] that cut rows (longer [N]: longer side of each, in order, none above the budget) greedily:
     rows x longest <= budget for each, except that the first piece has at most `first` rows."""
     offsets = [0]
@@ -264,11 +299,11 @@ def cut_to_budget(longer: Rows, budget: int, first: int) -> Rows:
     return np.array(offsets, dtype=np.int64)
 
 
-def split_to_count(offsets: Rows, longer: Rows, count: int) -> Rows:
+def split_to_count(offsets: Rows, longer: Lengths, count: int) -> Rows:
     """Halves the largest pieces until there are `count`; where rows run out, adds empty pieces."""
     while missing := count - (len(offsets) - 1):
         sizes = np.diff(offsets)
-        cost = np.where(sizes > 1, sizes * _widths(longer, offsets), 0)
+        cost = np.where(sizes > 1, sizes * widths_of(longer, offsets), 0)
         largest = np.argsort(-cost, kind="stable")[:missing]
         largest = largest[cost[largest] > 0]
         if not len(largest):
@@ -277,15 +312,13 @@ def split_to_count(offsets: Rows, longer: Rows, count: int) -> Rows:
     return offsets
 
 
-def _order_steps(
-    rows: Rows, offsets: Rows, source: Rows, target: Rows, micro_batches: int, rng: np.random.Generator
-) -> tuple[Rows, Rows]:
+def _step_order(cost: Rows, micro_batches: int, rng: np.random.Generator) -> Rows:
     """Deals micro-batches to steps at random; inside a step the most costly comes first, so that ranks that work side
     by side get like ones."""
-    cost = np.diff(offsets) * (_widths(source[rows], offsets) + _widths(target[rows], offsets))
     order = rng.permutation(len(cost)).reshape(-1, micro_batches)
     inside = np.argsort(-cost[order], axis=1, kind="stable")
-    return _take(rows, offsets, np.take_along_axis(order, inside, axis=1).ravel())
+    dealt: Rows = np.take_along_axis(order, inside, axis=1).reshape(-1)
+    return dealt
 
 
 def _take(rows: Rows, offsets: Rows, order: Rows) -> tuple[Rows, Rows]:
@@ -293,8 +326,8 @@ def _take(rows: Rows, offsets: Rows, order: Rows) -> tuple[Rows, Rows]:
     return rows[positions_of(offsets[:-1][order], sizes)], starts_of(sizes)
 
 
-def _widths(lengths: Rows, offsets: Rows) -> Rows:
-    """Longest row of each piece, 0 for an empty one."""
+def widths_of(lengths: Lengths, offsets: Rows) -> Rows:
+    """[K]: longest row of each piece (lengths [N] in order, offsets [K + 1]), 0 for an empty one."""
     widths = np.zeros(len(offsets) - 1, dtype=np.int64)
     filled = np.flatnonzero(np.diff(offsets))
     if len(filled):

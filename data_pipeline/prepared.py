@@ -6,13 +6,13 @@ from pathlib import Path
 
 from data_pipeline.api import CorpusConfig, DataConfig
 from data_pipeline.block_cache import GIGABYTE, BlockCache, cache_folder
+from data_pipeline.cells import Part
 from data_pipeline.errors import ConfigError, InputError
 from data_pipeline.index import INDEX_FILE, read_index
 from data_pipeline.remote import Remote, is_remote
 from data_pipeline.remote_shards import RemoteSegments, copy_small_files
 from data_pipeline.shards import Segments, ShardReader
 from data_pipeline.tokenizer import Tokenizer
-from data_pipeline.window import Part
 
 TOKENIZER_FILE = "tokenizer.model"
 TRAIN, VALID = "train", "valid"

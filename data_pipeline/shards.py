@@ -12,6 +12,7 @@ a header claims is compared with the bytes that are there, and no decoder that c
 import hashlib
 import io
 import os
+import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,10 @@ from data_pipeline.ragged import Integers, smallest_unsigned, starts_of
 TAR_RECORD = 512
 PARTS = ("src", "src_len", "tgt", "tgt_len")
 _ONLY = "(only the four arrays of a block belong here)"
+_PLAIN = re.compile(
+    rb"(\d{6,20}\.(?:src|tgt)(?:_len)?\.npy)\0+0000644\0(?:0000000\0){2}([0-7]{11})\0(?:0{11}\0)"
+    rb"([0-7]{6}\0 )0\0{100}ustar\x0000\0{247}"
+)
 
 
 @dataclass(frozen=True)
@@ -316,14 +321,29 @@ def _members(segment: bytes) -> Iterator[tuple[str, memoryview]]:
     view, position = memoryview(segment), 0
     # Empty records end an archive.
     while position < len(segment) and any(header := segment[position : position + TAR_RECORD]):
-        try:
-            member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-        except tarfile.TarError as fault:
-            raise ValueError(f"not a tar segment ({fault})") from None
+        name, size = _plain_header(header) or _any_header(header)
         position += TAR_RECORD
-        if member.type != tarfile.REGTYPE:
-            raise ValueError(f"unexpected member {member.name!r} {_ONLY}")
-        if not 0 <= member.size <= len(segment) - position:
-            raise ValueError(f"member {member.name!r} claims {member.size} bytes of the {len(segment) - position} left")
-        yield member.name, view[position : position + member.size]
-        position += -(-member.size // TAR_RECORD) * TAR_RECORD
+        if not 0 <= size <= len(segment) - position:
+            raise ValueError(f"member {name!r} claims {size} bytes of the {len(segment) - position} left")
+        yield name, view[position : position + size]
+        position += -(-size // TAR_RECORD) * TAR_RECORD
+
+
+def _plain_header(header: bytes) -> tuple[str, int] | None:
+    """(name, size) in a header that is byte for byte as `write_shard` makes them; None for any other."""
+    if (match := _PLAIN.fullmatch(header)) is None:
+        return None
+    # The sum counts its own field as spaces.
+    total = sum(header) - sum(match[3]) + len(match[3]) * ord(" ")
+    return (match[1].decode(), int(match[2], 8)) if match[3] == b"%06o\0 " % total else None
+
+
+def _any_header(header: bytes) -> tuple[str, int]:
+    """(name, size) in the header of a plain file, as tarfile understands it. Raises ValueError for anything else."""
+    try:
+        member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+    except tarfile.TarError as fault:
+        raise ValueError(f"not a tar segment ({fault})") from None
+    if member.type != tarfile.REGTYPE:
+        raise ValueError(f"unexpected member {member.name!r} {_ONLY}")
+    return member.name, member.size

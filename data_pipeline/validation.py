@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.api import Batch, zero_weight_batch
+from data_pipeline.cells import MicroBatches, Part, lay_out
 from data_pipeline.errors import InputError
 from data_pipeline.files import read_regular
 from data_pipeline.index import Index, mend
-from data_pipeline.plan import Plan, plan_held_out
-from data_pipeline.window import Pairs, Part, read_blocks
+from data_pipeline.plan import plan_held_out
 
 SOURCE_TEXT, TARGET_TEXT = "source.txt", "target.txt"
 
@@ -37,10 +37,13 @@ class ValidationBatches:
         """Tokens of the longest side of any pair, EOS included: attention takes time and memory with its square."""
         self.over_budget = int((longer > budget).sum())
         """Pairs with a side longer than the budget, each a batch of its own."""
-        self._pairs: list[Pairs] = [read_blocks(part, np.arange(part.reader.blocks)) for part in parts]
-        self._plans: list[Plan] = [plan_held_out(*part.tokens(), budget) for part in parts]
-        places = [(part, step) for part, plan in enumerate(self._plans) for step in range(plan.steps)]
-        cells = np.concatenate([plan.cells for plan in self._plans])
+        plans = [plan_held_out(*part.tokens(), budget) for part in parts]
+        self._parts: list[MicroBatches] = [
+            lay_out(part, np.arange(part.reader.blocks), plan.rows, plan.offsets)
+            for part, plan in zip(parts, plans, strict=True)
+        ]
+        places = [(part, step) for part, plan in enumerate(plans) for step in range(plan.steps)]
+        cells = np.concatenate([plan.cells for plan in plans])
         order: list[int] = np.argsort(-cells, kind="stable").tolist()
         self._places = [places[place] for place in order]
         self._rank, self._dp = rank, dp
@@ -59,7 +62,7 @@ class ValidationBatches:
 
     def _batch(self, number: int) -> Batch:
         part, step = self._places[number]
-        return self._pairs[part].batch(self._plans[part].rows_of(step, 0), number)
+        return self._parts[part].batch(step, number)
 
 
 def read_texts(folder: Path, index: Index) -> tuple[list[str], list[str]]:

@@ -1,154 +1,29 @@
-"""A window in memory: the ids of its pairs in two flat arrays for each lane, and their plan; batches are cut from it.
-
-B sentences in a micro-batch, S padded source length, T padded target length.
-"""
+"""Windows: which blocks a window has, how its pairs are planned, and what a rank holds of it in memory."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from data_pipeline.api import BOS, EOS, PAD, UNK, Batch, DataConfig, Unreadable, zero_weight_batch
-from data_pipeline.errors import ConfigError, DamagedError, InputError, StoppedError, shown
+from data_pipeline.api import Batch, DataConfig, Unreadable
+from data_pipeline.cells import MicroBatches, Part, lay_out, pairs_of
+from data_pipeline.errors import ConfigError, InputError, StoppedError, shown
 from data_pipeline.lanes import lanes_filled
-from data_pipeline.plan import Cuts, Plan, Rows, cut_window, largest_micro_batch, window_blocks
-from data_pipeline.ragged import Integers, positions_of, smallest_unsigned, starts_of
-from data_pipeline.shards import ShardReader
-
-NOTHING: Rows = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A prepared split as it takes part in training: alone, or as one corpus of a mixture.
-
-    tag: ids that are put in front of every source; number: of the corpus in the mixture; first_id: added to the
-    position of a pair in its split, so that no two corpora share a pair id.
-    """
-
-    reader: ShardReader
-    name: str = ""
-    tag: tuple[int, ...] = ()
-    number: int = 0
-    first_id: int = 0
-
-    def tokens(self, pairs: slice | Rows = slice(None)) -> tuple[Rows, Rows]:
-        """(source, target) lengths of some pairs of the split (default all) as they are trained on, tag and EOS too."""
-        lengths = self.reader.lengths[pairs]
-        return (
-            lengths[:, 0].astype(np.int64) + len(self.tag) + 1,
-            lengths[:, 1].astype(np.int64) + 1,
-        )
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a run of pairs: pair i is the prefix and flat[starts[i] : starts[i] + lengths[i]], without EOS."""
-
-    flat: Integers
-    starts: Rows
-    lengths: Integers
-    prefix: Rows
-
-    def tokens(self, rows: Rows) -> Rows:
-        """Tokens of some pairs, prefix and EOS included."""
-        return self.lengths[rows].astype(np.int64) + len(self.prefix) + 1
-
-    def padded(self, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(prefix ids EOS PAD... [B, longest], where prefix and ids stand [B, longest]) of some pairs."""
-        tokens, before = self.tokens(rows), len(self.prefix)
-        width = int(tokens.max())
-        inside = np.arange(width) < tokens[:, None] - 1
-        ids = np.full((len(rows), width), PAD, dtype=np.int64)
-        ids[:, :before] = self.prefix
-        ids[:, before:][inside[:, before:]] = self.flat[positions_of(self.starts[rows], self.lengths[rows])]
-        ids[np.arange(len(rows)), tokens - 1] = EOS
-        return ids, inside
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Pairs in memory. ids [N]: position of each in the prepared data; corpus: their corpus' number in the mixture;
-    unreadable: the blocks among them whose ids could not be read, and are unknown tokens here."""
-
-    source: Side
-    target: Side
-    ids: Rows
-    corpus: int
-    unreadable: tuple[Unreadable, ...] = ()
-
-    def batch(self, rows: Rows, index: int) -> Batch:
-        """The micro-batch of these pairs (by position in this object); no pairs give a zero-weight one."""
-        if not len(rows):
-            return zero_weight_batch()
-        source, _ = self.source.padded(rows)
-        labels, inside = self.target.padded(rows)
-        target_in = np.full_like(labels, PAD)
-        target_in[:, 0] = BOS
-        target_in[:, 1:][inside[:, :-1]] = labels[inside]
-        return Batch(
-            source=source,
-            target_in=target_in,
-            labels=labels,
-            source_lengths=self.source.tokens(rows),
-            target_lengths=self.target.tokens(rows),
-            pair_ids=self.ids[rows],
-            index=index,
-            corpus=self.corpus,
-        )
-
-
-def pairs_of(reader: ShardReader, blocks: Rows) -> Rows:
-    """Positions in the split of all pairs of these blocks."""
-    starts = reader.block_starts
-    return np.concatenate([NOTHING, *(np.arange(starts[b], starts[b + 1]) for b in blocks)])
-
-
-def read_blocks(
-    part: Part, blocks: Rows, stop: Callable[[], bool] = lambda: False, skip_damaged: bool = False
-) -> Pairs:
-    """Reads whole blocks into one flat array a side: two bytes a token.
-
-    stop: asked before each block; once it says True, StoppedError is raised. skip_damaged: damaged blocks are noted.
-    Raises InputError for those that are not skipped.
-    """
-    reader = part.reader
-    ids = pairs_of(reader, blocks)
-    lengths = reader.lengths[ids]
-    starts = (starts_of(lengths[:, 0]), starts_of(lengths[:, 1]))
-    dtype = smallest_unsigned(reader.index.vocab_size - 1)
-
-    flats: list[Integers] = [np.empty(int(side[-1]), dtype=dtype) for side in starts]
-    ends = np.cumsum(reader.block_pairs[blocks])
-    unreadable: list[Unreadable] = []
-    for number, end in zip(blocks.tolist(), ends.tolist(), strict=True):
-        if stop():
-            raise StoppedError
-        count = int(reader.block_pairs[number])
-        places = [slice(int(side[end - count]), int(side[end])) for side in starts]
-        try:
-            block = reader.block(number, stop)
-        except DamagedError as fault:
-            if not skip_damaged:
-                raise
-            first = int(reader.block_starts[number]) + part.first_id
-            unreadable.append(Unreadable(part.number, number, first, count, str(fault)))
-            for flat, place in zip(flats, places, strict=True):
-                flat[place] = UNK
-            continue
-        flats[0][places[0]], flats[1][places[1]] = block.source, block.target
-    prefixes = (np.array(part.tag, dtype=np.int64), NOTHING)
-    source, target = (Side(flats[i], starts[i][:-1], lengths[:, i], prefixes[i]) for i in (0, 1))
-    return Pairs(source, target, ids + part.first_id, part.number, tuple(unreadable))
+from data_pipeline.plan import Cuts, Rows, cut_window, largest_micro_batch, window_blocks
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One lane of a window: its pairs and their plan, which has M / L micro-batches for each step."""
+    """One lane of a window: its micro-batches, M / L of them for each step, and what is known of all together.
 
-    pairs: Pairs
-    plan: Plan
+    tokens: real ones of both sides, EOS included; cells: all that are trained on, pads included; fill: real tokens of
+    the larger side over the budget of all.
+    """
+
+    micro_batches: MicroBatches
+    tokens: int
+    cells: int
+    fill: float
 
 
 @dataclass(frozen=True)
@@ -166,23 +41,22 @@ class Window:
     @property
     def unreadable(self) -> tuple[Unreadable, ...]:
         """Blocks of these lanes that could not be read."""
-        return tuple(block for lane in self.lanes.values() for block in lane.pairs.unreadable)
+        return tuple(block for lane in self.lanes.values() for block in lane.micro_batches.unreadable)
 
     @property
     def padding(self) -> float:
         """Share of all cells of these lanes that hold no token."""
-        tokens = sum(sum(lane.plan.tokens) for lane in self.lanes.values())
-        return 1.0 - tokens / max(1, sum(int(lane.plan.cells.sum()) for lane in self.lanes.values()))
+        tokens = sum(lane.tokens for lane in self.lanes.values())
+        return 1.0 - tokens / max(1, sum(lane.cells for lane in self.lanes.values()))
 
     @property
     def fill(self) -> float:
         """Real tokens of the larger side of each lane over the budget of all its micro-batches; mean of the lanes."""
-        return sum(lane.plan.fill for lane in self.lanes.values()) / max(1, len(self.lanes))
+        return sum(lane.fill for lane in self.lanes.values()) / max(1, len(self.lanes))
 
     def batch(self, lane: int, number: int, index: int) -> Batch:
         """Micro-batch `number` of a lane, as micro-batch `index` of a step."""
-        here = self.lanes[lane]
-        return here.pairs.batch(here.plan.piece(number), index)
+        return self.lanes[lane].micro_batches.batch(number, index)
 
 
 def micro_batch_budget(config: DataConfig) -> int:
@@ -253,16 +127,17 @@ class WindowSource:
         for lane in range(self.lanes):
             if stop():
                 raise StoppedError
-            sides = self.part.tokens(pairs_of(self.part.reader, blocks[lane]))
+            sides = self.part.tokens(blocks[lane])
             key = (self._seed, epoch, number, lane) if lane else (self._seed, epoch, number)
             cut = cut_window(*sides, self.budget, key)
             steps = max(steps, cut.steps(self.per_step))
             if lane in served:
                 cuts[lane] = cut
-        lanes = {
-            lane: Lane(read_blocks(self.part, blocks[lane], stop, self._skip_damaged), cut.plan(self.per_step, steps))
-            for lane, cut in cuts.items()
-        }
+        lanes = dict[int, Lane]()
+        for lane, cut in cuts.items():
+            plan = cut.plan(self.per_step, steps)
+            read = lay_out(self.part, blocks[lane], plan.rows, plan.offsets, stop, self._skip_damaged)
+            lanes[lane] = Lane(read, sum(plan.tokens), int(plan.cells.sum()), plan.fill)
         return Window(epoch, number, steps * self.per_step, lanes)
 
     def after(self, epoch: int, number: int) -> tuple[int, int]:
@@ -283,5 +158,6 @@ class WindowSource:
 
     def _batch_of(self, pairs: Rows, index: int) -> Batch:
         blocks = np.unique(np.searchsorted(self.part.reader.block_starts, pairs, side="right") - 1)
-        read = read_blocks(self.part, blocks, skip_damaged=self._skip_damaged)
-        return read.batch(np.searchsorted(read.ids, pairs + self.part.first_id), index)
+        rows = np.searchsorted(pairs_of(self.part.reader, blocks), pairs)
+        read = lay_out(self.part, blocks, rows, np.array([0, len(rows)]), skip_damaged=self._skip_damaged)
+        return read.batch(0, index)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.api import Batch, DataConfig, Position, StepBatches, Unreadable
+from data_pipeline.cells import Part
 from data_pipeline.errors import DamagedError, InputError
 from data_pipeline.index import read_index
 from data_pipeline.loader import BlockLoader, MixtureLoader, StepLoader
@@ -19,7 +20,6 @@ from data_pipeline.mixture import Draw
 from data_pipeline.shards import ShardReader
 from data_pipeline.unreadable import Damage, leave_out
 from data_pipeline.validation import ValidationBatches
-from data_pipeline.window import Part
 from dist_tfm.config.schema import CheckpointConfig, LogConfig, ModelConfig, TrainConfig
 from dist_tfm.engine.base import EngineFacts, LossSums, StepResult
 from dist_tfm.errors import DistTfmError

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.api import BOS, EOS, PAD, Batch, DataConfig, Position, StatefulLoader, StepBatches
+from data_pipeline.cells import Part
 from data_pipeline.errors import ConfigError, InputError
 from data_pipeline.loader import BlockLoader
 from data_pipeline.shards import ShardReader
 from data_pipeline.validation import ValidationBatches
-from data_pipeline.window import Part, WindowSource
+from data_pipeline.window import WindowSource
 from tests.data_factory import make_blocks, make_reader, random_lengths
 
 LENGTHS = random_lengths(1500, seed=5)
@@ -258,10 +259,10 @@ def test_the_memory_of_a_window_is_bounded(tmp_path: Path) -> None:
     window = source.load(0, 0, {0})
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(window.lanes[0].pairs.ids) == len(lengths)
+    assert len(window.lanes[0].micro_batches.ids) == len(lengths)
     ids = 2 * int(lengths.sum())
-    assert ids + 30 * len(lengths) < held < ids + 40 * len(lengths), "what docs/data.md says"
-    assert peak < ids + 140 * len(lengths)
+    assert ids + 20 * len(lengths) < held < ids + 30 * len(lengths), "what docs/data.md says"
+    assert peak < ids + 130 * len(lengths), peak
 
 
 def test_largest_batches_bound_every_batch(reader: ShardReader) -> None:

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from data_pipeline.api import EOS, Batch, CorpusConfig, CorpusPosition, DataConfig, Position, StepBatches
 from data_pipeline.background import Caller
+from data_pipeline.cells import Part
 from data_pipeline.errors import InputError
 from data_pipeline.loader import BlockLoader, MixtureLoader, StepLoader
 from data_pipeline.mixture import Draw, mixture_faults, shares_of
 from data_pipeline.stream import Stream
 from data_pipeline.validation import ValidationBatches
-from data_pipeline.window import Part, Window, WindowSource
+from data_pipeline.window import Window, WindowSource
 from tests.data_factory import make_reader, random_lengths
 from tests.unit.test_data_properties import Corpus, check_ranks, configs, contents, corpora
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks import plan_quality
 from data_pipeline.plan import (
     Plan,
+    _stable_order,
     cut_to_budget,
     cut_window,
     generator,
@@ -187,6 +189,24 @@ def test_lengths_of_any_type_give_the_same_plan() -> None:
     other = plan_window(narrow[:, 0], narrow[:, 1], 300, 4, (1, 0, 0))
     assert np.array_equal(one.rows, other.rows)
     assert np.array_equal(one.offsets, other.offsets)
+
+
+def test_plans_never_change() -> None:
+    """A run that is resumed must find the order in which it was begun, also after an update of this program."""
+    rng = np.random.default_rng(3)
+    source = rng.integers(1, 60, 5000)
+    target = np.clip(source + rng.integers(-9, 10, 5000), 1, None)
+    plans = [plan_window(source, target, 700, 4, (5, 1, 2)), plan_window(source, target, 3125, 8, (5, 1, 2))]
+    plans.append(plan_held_out(source, target, 40))
+    found = [[zlib.crc32(array.astype("<i8").tobytes()) for array in (plan.rows, plan.offsets)] for plan in plans]
+    assert found == [[1252127413, 672728740], [1425810033, 3219478018], [120984502, 1538833860]]
+
+
+@pytest.mark.parametrize("largest", [1, 200, (1 << 16) - 1, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 61])
+def test_the_sort_is_stable_for_keys_of_any_size(largest: int) -> None:
+    few = np.random.default_rng(1).integers(0, min(largest, 30) + 1, 3000)
+    keys = np.concatenate((few * (largest // max(1, int(few.max()))), [largest]))
+    assert np.array_equal(_stable_order(keys), np.argsort(keys, kind="stable"))
 
 
 HASHED = """

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from data_pipeline.errors import InputError
 from data_pipeline.files import sha256_of
 from data_pipeline.index import Index, read_index, write_index
-from data_pipeline.shards import ShardReader, decode_block
+from data_pipeline.shards import ShardReader, _plain_header, decode_block, write_shard
 from tests.data_factory import CHECKSUM, make_blocks, make_reader, random_lengths, write_split
 
 LENGTHS = random_lengths(700, seed=3)
@@ -245,6 +245,21 @@ def test_hostile_members_run_no_code_and_are_refused(tmp_path: Path) -> None:
         decode_block(segment(members, kind=tarfile.SYMTYPE), 500)
     pickle.loads(pickled)
     assert trace.exists(), "the bomb must work, or this test shows nothing"
+
+
+def test_headers_of_our_own_are_read_as_tarfile_reads_them(tmp_path: Path) -> None:
+    write_shard(tmp_path, "train", 0, 7, make_blocks(random_lengths(300), 64))
+    data = (tmp_path / "train-000000.tar").read_bytes()
+    with tarfile.open(tmp_path / "train-000000.tar") as tar:
+        expected = [(member.name, member.size, member.offset) for member in tar]
+    assert len(expected) == 20
+    for name, size, offset in expected:
+        assert _plain_header(data[offset : offset + 512]) == (name, size)
+    header = bytearray(data[:512])
+    for place in range(512):
+        header[place] ^= 1
+        assert _plain_header(bytes(header)) is None, "every byte counts"
+        header[place] ^= 1
 
 
 def npy_claiming(descr: str, shape: tuple[int, ...], content: bytes) -> bytes:
