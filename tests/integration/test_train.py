@@ -46,8 +46,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_twenty_steps_then_forty_then_finished(project: Path, tmp_path: Path) -> None:
     run = tmp_path / "x"
     common = ("--config", str(project), f"--train.run_dir={run}")
-    first = run_job(train_command(1, *common, "--train.steps=20"), cold=True)
+    first = run_job([sys.executable, "-X", "importtime", *train_command(1, *common, "--train.steps=20")[1:]])
     assert first.returncode == 0, first.stdout
+    assert "deepspeed.runtime.zero.muon.muon_optimizer" in first.stdout, "its functions are marked for a compiler"
+    assert "torch._inductor.compile_fx" not in first.stdout, "a compiler was loaded, and nothing is compiled"
     assert (run / "DONE").read_text() == "20\n"
     second = run_job(train_command(1, *common, "--train.steps=40"))
     assert second.returncode == 0, second.stdout
