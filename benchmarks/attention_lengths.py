@@ -22,7 +22,7 @@ from data_pipeline.settings import run_main
 from dist_tfm.errors import ConfigError
 
 SCRIPT = Path(__file__).name
-BACKENDS = ("sdpa", "matmul", "reference", "packed")
+BACKENDS = ("sdpa", "matmul", "reference", "flex", "packed")
 DTYPES = ("fp32", "bf16")
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 HEADS, WIDTH = 8, 64
@@ -70,6 +70,9 @@ def _measure(length: int, dtype: str, options: argparse.Namespace, rounds: int, 
     each = {"matmul": 2 * (4 if dtype == "fp32" else 2), "reference": 16}
     calls: dict[str, Callable[[], float]] = {}
     for backend in options.backends:
+        if backend == "flex" and options.device == "cpu":
+            say(f"flex, {dtype}, {length} tokens: left out, since it has no backward pass on a CPU")
+            continue
         needed = cells * each.get(backend, 0)
         if needed > options.limit * GIB:
             say(f"{backend}, {dtype}, {length} tokens: left out, since it needs {needed / GIB:.1f} GiB")

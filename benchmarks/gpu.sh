@@ -13,7 +13,7 @@ python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
 mkdir -p "$folder"
 export HF_HUB_OFFLINE=1 PYTORCH_ALLOC_CONF=expandable_segments:True
-timeout 420 "$python" benchmarks/gpu_training.py --json "$folder/gpu_training.json"
-timeout 150 "$python" benchmarks/attention_lengths.py --device cuda --tokens 16384 --rounds 5 --limit 40 \
+timeout 400 "$python" benchmarks/gpu_training.py --json "$folder/gpu_training.json"
+timeout 190 "$python" benchmarks/attention_lengths.py --device cuda --tokens 16384 --rounds 5 --limit 40 \
     --json "$folder/attention_lengths.json" --plot "$folder/attention_lengths.svg"
 echo "rows and plot: $folder"

@@ -14,6 +14,9 @@ from dataclasses import replace
 from dist_tfm.config.schema import Config, ModelConfig, ParallelConfig
 from dist_tfm.errors import ConfigError
 
+FLEX_WIDTH = 16
+"""Least width of a head for model.attention=flex on a GPU: what a product of Triton's needs."""
+
 
 def highest_zero_stage(parallel: ParallelConfig) -> int:
     """The highest ZeRO stage that goes with these tp and pp."""
@@ -69,7 +72,23 @@ def check_device(config: Config, device: str) -> None:
             f"precision.dtype: fp16 trains on GPUs only, found launch.device {device}: use bf16, which needs no loss "
             "scale, or fp32"
         )
+    if config.model.attention == "flex":
+        _check_flex(config.model, device)
     _check_kernels(config, device)
+
+
+def _check_flex(model: ModelConfig, device: str) -> None:
+    if device != "cuda":
+        raise ConfigError(
+            f"model.attention: flex trains on GPUs only, found launch.device {device}, where torch has no backward "
+            "pass for it: use auto, which computes the same"
+        )
+    widths = model.key_width, model.value_width
+    if min(widths) < FLEX_WIDTH:
+        raise ConfigError(
+            f"model.attention: flex expects heads at least {FLEX_WIDTH} wide on a GPU, found d_k, d_v = {widths}: use "
+            "auto, or fewer heads"
+        )
 
 
 def _check_kernels(config: Config, device: str) -> None:

@@ -91,6 +91,7 @@ def _speed_faults(sections: Mapping[str, Any]) -> list[str]:
         f"model.self_attention={model.self_attention}": model.self_attention != "full",
         "model.positions=relative": model.positions == "relative",
         "train.kernels=native": train.kernels == "native",
+        "model.attention=flex": model.attention == "flex",
         f"train.activation_checkpointing={train.activation_checkpointing}": (
             train.activation_checkpointing in ("attention", "feed_forward")
         ),
@@ -116,6 +117,12 @@ def _model_faults(model: ModelConfig, data: DataConfig) -> list[str]:
         faults.append(
             "model.relative_buckets: expected an even number (half of them for each direction) below twice "
             f"model.relative_distance={model.relative_distance}, found {model.relative_buckets}"
+        )
+    if model.attention == "flex" and (model.attention_dropout or model.positions == "relative"):
+        faults.append(
+            "model.attention: flex has no dropout of its weights and no bias of its scores, found "
+            f"model.attention_dropout={model.attention_dropout} and model.positions={model.positions}; change these, "
+            "or take auto"
         )
     if model.self_attention == "linear":
         if model.positions in ("rotary", "relative"):

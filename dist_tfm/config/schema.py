@@ -61,7 +61,7 @@ class ModelConfig:
     layer_norm_eps: Fraction = 1e-6
     self_attention: Literal["full", "window", "linear"] = "full"  # the others are other functions, not faster kernels
     window: Positive = 128  # of window: how far a query sees, to each side
-    attention: Literal["auto", "sdpa", "matmul", "reference"] = "auto"  # docs/speed.md
+    attention: Literal["auto", "sdpa", "matmul", "reference", "flex"] = "auto"  # docs/speed.md
 
     @property
     def key_width(self) -> int:

@@ -19,6 +19,7 @@ from dist_tfm.model.attention_kernels import (
     attend_sdpa,
     chosen_backend,
 )
+from dist_tfm.model.flex_attention import FlexAttend
 from dist_tfm.model.packed import Lengths, Segments, attend_packed
 from dist_tfm.model.positions import RelativePositions, RotaryPositions
 
@@ -64,6 +65,7 @@ _KERNELS: dict[BackendName, Attend] = {
     "sdpa": attend_sdpa,
     "matmul": attend_matmul,
     "reference": _attend_reference_output,
+    "flex": FlexAttend(),
 }
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ExactBackend = Literal["sdpa", "matmul", "reference"]
+ExactBackend = Literal["sdpa", "matmul", "reference", "flex"]
 """The kernels that compute equation 1, whichever of them a configuration or the rule names."""
 
 

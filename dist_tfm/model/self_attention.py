@@ -3,6 +3,7 @@
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention import MultiHeadAttention
 from dist_tfm.model.attention_kernels import Attend
+from dist_tfm.model.flex_attention import FlexAttend
 from dist_tfm.model.linear_attention import attend_linear
 from dist_tfm.model.positions import RelativePositions, rotary_positions
 from dist_tfm.model.window_attention import WindowAttend
@@ -22,5 +23,5 @@ def self_attention(config: ModelConfig, attend: Attend, causal: bool) -> MultiHe
 
 def _kernel(config: ModelConfig, attend: Attend) -> Attend:
     if config.self_attention == "window":
-        return WindowAttend(attend, config.window)
+        return FlexAttend(config.window) if config.attention == "flex" else WindowAttend(attend, config.window)
     return attend_linear if config.self_attention == "linear" else attend

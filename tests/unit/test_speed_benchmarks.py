@@ -138,7 +138,7 @@ def test_the_length_sweep_runs_to_its_end_and_is_drawn(tmp_path: Path) -> None:
     found = json.loads(rows.read_text(encoding="utf-8"))
     check_rows(found)
     values = {row["name"]: row["value"] for row in found}
-    assert len(values) == 2 * 2 * 2 * len(attention_lengths.BACKENDS)
+    assert len(values) == 2 * 2 * 2 * (len(attention_lengths.BACKENDS) - 1), "flex has no backward pass on a CPU"
     # Inputs and output alone, or also scores: what the sweep is there to show.
     sides = 64 * attention_lengths.HEADS * attention_lengths.WIDTH * 4
     assert values["kept-sdpa-fp32-64"] < 4.2 * sides < values["kept-reference-fp32-64"]
