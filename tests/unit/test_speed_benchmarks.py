@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention_lengths, gpu_training, train_throughput, training_peers
+from benchmarks import attention_lengths, fused_projections, gpu_training, train_throughput, training_peers
 from benchmarks.harness import ROOT, Recorder
 from benchmarks.training_peers import QUICK, measure_against
 from benchmarks.training_worker import Worker
@@ -143,6 +143,21 @@ def test_the_length_sweep_runs_to_its_end_and_is_drawn(tmp_path: Path) -> None:
     sides = 64 * attention_lengths.HEADS * attention_lengths.WIDTH * 4
     assert values["kept-sdpa-fp32-64"] < 4.2 * sides < values["kept-reference-fp32-64"]
     assert "<svg" in plot.read_text(encoding="utf-8")
+
+
+def test_joined_projections_give_the_models_gradients_and_are_measured(tmp_path: Path) -> None:
+    runs = fused_projections.step(16, 64, torch.float32)
+    torch.manual_seed(0)
+    for one, other in zip(*(run() for run in runs.values()), strict=True):  # type: ignore[call-overload]
+        torch.testing.assert_close(one, other)
+    found = fused_projections.products(3, 16, 8, torch.float32)
+    apart, joined, stored = (found[name]() for name in ("apart", "joined", "stored"))
+    torch.testing.assert_close(joined, apart)
+    torch.testing.assert_close(stored[1], torch.cat(apart[1:]))  # type: ignore[index]
+    assert fused_projections.main(["--quick", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    check_rows(rows)
+    assert len(rows) == 2 * (3 + 3 + 2)
 
 
 def test_what_would_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
