@@ -5,7 +5,7 @@ Shapes: B sentences in a micro-batch, S padded source length, T padded target le
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,6 +185,14 @@ class Unreadable:
     first_id: int
     pairs: int
     reason: str
+
+
+class LostBlock(NamedTuple):
+    """A block that a run has left out, and its pairs: what is kept of `Unreadable` from attempt to attempt."""
+
+    corpus: NotNegative
+    block: NotNegative
+    pairs: Positive
 
 
 @dataclass(frozen=True)

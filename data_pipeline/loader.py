@@ -14,7 +14,16 @@ from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Protocol, TypeVar
 
-from data_pipeline.api import Batch, CorpusPosition, DataConfig, Position, StepBatches, Unreadable, zero_weight_batch
+from data_pipeline.api import (
+    Batch,
+    CorpusPosition,
+    DataConfig,
+    LostBlock,
+    Position,
+    StepBatches,
+    Unreadable,
+    zero_weight_batch,
+)
 from data_pipeline.background import Caller, Pool, Threads
 from data_pipeline.cells import Part
 from data_pipeline.errors import InputError
@@ -216,6 +225,10 @@ class StepLoader:
         self._damage = self._damage + blocks
         return replace(self._without(step, self._damage), unreadable=())
 
+    def count_lost(self, blocks: Sequence[LostBlock]) -> None:
+        """Counts what earlier attempts of the run have left out into the share that may be (data.most_skipped)."""
+        self._damage = replace(self._damage, before=tuple(blocks))
+
     @property
     def damage(self) -> Damage:
         """Blocks that are left out so far."""
@@ -281,14 +294,15 @@ class StepLoader:
     def _take(self, corpora: Sequence[int]) -> tuple[list[_Slot], frozenset[Unreadable]]:
         """Moves all streams on by a step; the micro-batches of it that are this rank's, and the blocks of its windows
         that this rank could not read."""
-        slots, unreadable = list[_Slot](), set[Unreadable]()
+        slots, unreadable = list[_Slot](), frozenset[Unreadable]()
         for index, corpus in enumerate(corpora):
             lane = index % self._streams[corpus].source.lanes
             window, number = self._streams[corpus].take(lane)
-            unreadable.update(window.unreadable)
+            if window.unreadable:
+                unreadable |= window.unreadable
             if index % self._dp == self._rank:
                 slots.append(_Slot(index, window, lane, number))
-        return slots, frozenset(unreadable)
+        return slots, unreadable
 
     def _submit(self, slots: Sequence[_Slot], epoch: int, following: Position) -> Future[StepBatches]:
         # ceil(M / dp) on every rank: zero-weight ones where M ends.

@@ -31,7 +31,7 @@ from data_pipeline.parts import SAMPLE, Part, line_keys
 from data_pipeline.prepared import TOKENIZER_FILE, TRAIN, VALID
 from data_pipeline.progress import Log, Progress
 from data_pipeline.record import Record, read_record, write_record
-from data_pipeline.report import describe_rejections, print_report, write_report
+from data_pipeline.report import describe_rejections, print_report, warn_of_rare_tokens, write_report
 from data_pipeline.sides import is_streamed, read_sides
 from data_pipeline.slices import Slice, open_slice, read_slice, seal_slice
 from data_pipeline.steps import Duplicates, HeldOut, find, pair_filters, steps_to_json
@@ -115,6 +115,8 @@ class Preparation:
         write_report(self._folder, splits, held_out.long, self._data.clean)
         print_report(splits, self._data.clean, self._log)
         self._compare_with_expected(train_report.read)
+        if learns(self._tokenizer_config):
+            warn_of_rare_tokens(train, tokenizer, self._log)
         write_index(self._folder / VALID, valid)
         write_index(self._folder / TRAIN, train)
         shutil.rmtree(self._work, ignore_errors=True)

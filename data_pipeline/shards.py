@@ -265,21 +265,21 @@ class ShardReader:
         given up because stop() says True."""
         shard, inside = self._places[number]
         place = shard.blocks[inside]
-        where = f"{self._segments.name(shard)}, block {number} at byte {place.offset}"
         data = self._segments.read(shard, inside, stop)
-        if len(data) != place.bytes:
-            raise DamagedError(f"{where}: truncated ({len(data)} of {place.bytes} bytes): {self.mend}")
-        if zlib.crc32(data) != shard.block_checksums[inside]:
-            raise DamagedError(f"{where}: damaged (its checksum differs from the index): {self.mend}")
         try:
+            if len(data) != place.bytes:
+                raise ValueError(f"truncated ({len(data)} of {place.bytes} bytes)")
+            if zlib.crc32(data) != shard.block_checksums[inside]:
+                raise ValueError("damaged (its checksum differs from the index)")
             block = decode_block(data, *self._sizes)
+            first = self.block_starts[number]
+            expected = self.lengths[first : first + place.pairs]
+            found = (block.source_lengths, block.target_lengths)
+            if any(not np.array_equal(expected[:, i], found[i]) for i in (0, 1)):
+                raise ValueError(f"its lengths differ from the sidecar {shard.lengths_file}")
         except ValueError as fault:
+            where = f"{self._segments.name(shard)}, block {number} at byte {place.offset}"
             raise DamagedError(f"{where}: {fault}: {self.mend}") from None
-        first = self.block_starts[number]
-        expected = self.lengths[first : first + place.pairs]
-        found = (block.source_lengths, block.target_lengths)
-        if block.pairs != place.pairs or any(not np.array_equal(expected[:, i], found[i]) for i in (0, 1)):
-            raise DamagedError(f"{where}: its lengths differ from the sidecar {shard.lengths_file}: {self.mend}")
         return block
 
 

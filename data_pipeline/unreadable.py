@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from data_pipeline.api import Batch, Unreadable, zero_weight_batch
+from data_pipeline.api import Batch, LostBlock, Unreadable, zero_weight_batch
 from data_pipeline.errors import InputError
 
 SHOWN = 3
@@ -18,11 +18,16 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Damage:
-    """What was found so far. pairs: of all corpora that are trained on; most: share of them that may be left out."""
+    """What was found so far. pairs: of all corpora that are trained on; most: share of them that may be left out.
+
+    before: blocks that earlier attempts of the run have left out. They count; but only what is found again is left out
+    again, since shards may have been mended.
+    """
 
     pairs: int
     most: float
     found: frozenset[Unreadable] = frozenset()
+    before: tuple[LostBlock, ...] = ()
 
     def __add__(self, more: Iterable[Unreadable]) -> "Damage":
         """With more blocks; one that is known keeps its first reason. Raises InputError if these are too many."""
@@ -40,8 +45,9 @@ class Damage:
 
     @property
     def lost(self) -> int:
-        """Pairs of the blocks."""
-        return sum(block.pairs for block in self.found)
+        """Pairs of the blocks, each counted once."""
+        earlier = {(block.corpus, block.block): block.pairs for block in self.before}
+        return sum((earlier | {(block.corpus, block.block): block.pairs for block in self.found}).values())
 
 
 def reasons(blocks: Collection[Unreadable]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -38,10 +39,10 @@ class Window:
     micro_batches: int
     lanes: Mapping[int, Lane]
 
-    @property
-    def unreadable(self) -> tuple[Unreadable, ...]:
+    @cached_property
+    def unreadable(self) -> frozenset[Unreadable]:
         """Blocks of these lanes that could not be read."""
-        return tuple(block for lane in self.lanes.values() for block in lane.micro_batches.unreadable)
+        return frozenset(block for lane in self.lanes.values() for block in lane.micro_batches.unreadable)
 
     @property
     def padding(self) -> float:

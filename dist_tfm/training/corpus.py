@@ -122,6 +122,6 @@ def _reading(loader: StepLoader) -> str:
     if loader.times_read == 1:
         return ""
     return (
-        f"; each byte is read by {loader.times_read:.3g} ranks on average (a new run with data.lanes="
-        f"{loader.lanes_read_once} reads it once)"
+        f"; each part of the shards is read by {loader.times_read:.3g} ranks on average, which changes no result and "
+        f"matters only where storage is slow (a new run with data.lanes={loader.lanes_read_once} reads it once)"
     )

@@ -11,8 +11,10 @@ from dist_tfm.metrics.writers import Console
 from dist_tfm.parallel.collectives import Group
 
 
-def agree_on_damage(group: Group, loader: StatefulLoader, step: StepBatches, console: Console) -> StepBatches:
-    """The step without the pairs that any rank found unreadable, on every rank; says what they are.
+def agree_on_damage(
+    group: Group, loader: StatefulLoader, step: StepBatches, console: Console
+) -> tuple[StepBatches, Sequence[Unreadable]]:
+    """(the step without the pairs that any rank found unreadable, their blocks), on every rank; says what they are.
 
     Collective: to be called on all ranks if one of them has blocks in `step.unreadable`. Raises InputError, on every
     rank, if too many pairs are lost.
@@ -31,7 +33,7 @@ def agree_on_damage(group: Group, loader: StatefulLoader, step: StepBatches, con
         raise
     lost = sum(block.pairs for block in blocks)
     console.say(f"warning: {lost:,} training pairs are left out, {len(blocks)} block(s): {reasons(blocks)}")
-    return step
+    return step, blocks
 
 
 def nothing_left(step: int) -> InputError:

@@ -124,6 +124,8 @@ def _training_step(
 def _say_traffic(engine: Engine, batch: Batch, config: Config, vocab_size: int, console: Console) -> None:
     item_bytes = 2 if engine.facts.precision == "bf16" else 4  # autocast: some of a layer's activations have 2
     source, target = batch.source.size, batch.labels.size
+    if config.data.packing:
+        source, target = batch.source_tokens, batch.target_tokens
     if (ranks := engine.facts.tensor_parallel) > 1:
         traffic = tensor_traffic(config.model, source, target, batch.target_tokens, item_bytes)
         console.say(

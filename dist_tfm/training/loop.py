@@ -122,7 +122,8 @@ class Trainer:
             failure = error
         counts, stopping, unreadable = self._sum(batches, failure)
         if unreadable and batches is not None:
-            batches = agree_on_damage(self._group, self._loader, batches, self._console)
+            batches, lost = agree_on_damage(self._group, self._loader, batches, self._console)
+            self.progress = self.progress.with_lost(lost)
             counts, _, _ = self._sum(batches, None)
         if batches is not None and not stopping and not counts.sums.target:
             raise nothing_left(self.progress.step + 1)

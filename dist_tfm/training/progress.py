@@ -2,12 +2,13 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from data_pipeline.api import NotNegative, Position
+from data_pipeline.api import LostBlock, NotNegative, Position, Unreadable
 from dist_tfm.errors import RunError
 
 
@@ -15,7 +16,8 @@ from dist_tfm.errors import RunError
 class Progress:
     """step counts global batches consumed; updates those that changed the weights (skipped ones are the difference).
 
-    best_step, best_value: of the best checkpoint so far by best_metric.
+    best_step, best_value: of the best checkpoint so far by best_metric. lost: blocks that were left out because some
+    rank could not read them (data.on_error: skip).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -29,6 +31,7 @@ class Progress:
     best_metric: str | None = None
     best_step: int | None = None
     best_value: float | None = None
+    lost: tuple[LostBlock, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The content of counters.json."""
@@ -59,6 +62,12 @@ class Progress:
             skips_in_a_row=0 if applied else self.skips_in_a_row + 1,
             flops=flops,
         )
+
+    def with_lost(self, blocks: Iterable[Unreadable]) -> "Progress":
+        """Notes blocks that are left out from now on, each once."""
+        known = {(block.corpus, block.block): block for block in self.lost}
+        known |= {(b.corpus, b.block): LostBlock(b.corpus, b.block, b.pairs) for b in blocks}
+        return replace(self, lost=tuple(known[key] for key in sorted(known)))
 
     def with_candidate(self, metric: str, value: float, larger_is_better: bool) -> "Progress":
         """Notes this step, at which a checkpoint is written, as the best one by `metric` if it is.

@@ -77,6 +77,7 @@ def run(config: Config, topology: Topology, stop: StopRequest) -> int:
         corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data, start))
         stack.callback(corpus.loader.close)
         corpus.loader.stop_when(stop.__bool__)
+        corpus.loader.count_lost(progress.lost)
         refuse_different(topology, corpus.checksum)
         _describe(setting, corpus)
         vocab_size, source_vocab_size = corpus.tokenizer.sizes

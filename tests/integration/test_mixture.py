@@ -41,15 +41,14 @@ def test_a_mixture_trains_the_same_on_any_ranks_and_says_what_it_saw(project: Pa
     whole = run_job(train_command(1, *common, "--train.steps=24", f"--train.run_dir={tmp_path}/whole"))
     assert whole.returncode == 0, whole.stdout
     assert "mixture: all 75.00% (300 pairs), short 25.00% (" in whole.stdout
-    assert "each byte is read by" not in whole.stdout
+    assert "each part of the shards is read by" not in whole.stdout
     for ranks, steps in ((3, 15), (1, 24)):
         changed = (f"--train.steps={steps}", f"--train.run_dir={tmp_path}/elastic")
         results = run_ranks(ranks, tmp_path, *common, *changed)
         assert [code for code, _ in results] == [0] * ranks, results
         if ranks == 3:
-            assert (
-                "each byte is read by 2 ranks on average (a new run with data.lanes=4 reads it once)" in results[0][1]
-            )
+            assert "each part of the shards is read by 2 ranks on average" in results[0][1]
+            assert "(a new run with data.lanes=4 reads it once)" in results[0][1]
     expected, found = training_lines(tmp_path / "whole"), training_lines(tmp_path / "elastic")
     keys = ("pair_hash", "target_tokens", "epoch", "epoch_all", "epoch_short", "share_all", "share_short")
     assert [[line[key] for key in keys] for line in found] == [[line[key] for key in keys] for line in expected]

@@ -1,6 +1,8 @@
 """data.on_error: damaged blocks stop training, or are left out: by all ranks alike, counted, and not without bound."""
 
+import contextlib
 import dataclasses
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.api import Batch, DataConfig, Position, StepBatches, Unreadable
+from data_pipeline.api import Batch, DataConfig, LostBlock, Position, StepBatches, Unreadable
 from data_pipeline.cells import Part
 from data_pipeline.errors import DamagedError, InputError
 from data_pipeline.index import read_index
@@ -197,6 +199,31 @@ def test_a_block_is_counted_once_and_shown_by_its_first_reason() -> None:
         damage + [Unreadable(0, 4, 120, 30, "there")]
 
 
+def test_what_earlier_attempts_lost_counts_and_is_not_left_out_again(good: ShardReader, bad: ShardReader) -> None:
+    earlier = LostBlock(0, 3, 30)
+    damage = Damage(1000, 0.05, before=(earlier,))
+    assert (damage + [Unreadable(0, 3, 90, 30, "gone")]).lost == damage.lost == 30
+    with pytest.raises(InputError, match=r"60 of 1,000 training pairs"):
+        damage + [Unreadable(0, 4, 120, 30, "there")]
+    share = PER_BLOCK * len(ALL) / len(LENGTHS)
+    mended = next(number for number in range(bad.blocks) if number not in ALL)
+    for most, fits in ((share, False), (share + PER_BLOCK / len(LENGTHS), True)):
+        with BlockLoader(bad, dataclasses.replace(SKIP, most_skipped=most), 1, 0, 1) as loader:
+            loader.count_lost([LostBlock(0, mended, PER_BLOCK)])
+            with contextlib.nullcontext() if fits else pytest.raises(InputError, match=r"data\.most_skipped"):
+                seen = [b.pair_ids for _ in range(60) for b in loader.next_step().micro_batches]
+    assert mended in np.unique(np.concatenate(seen)) // PER_BLOCK
+
+
+def test_progress_remembers_lost_blocks_once() -> None:
+    found = [Unreadable(1, 2, 0, 5, "x"), Unreadable(0, 9, 0, 6, "y")]
+    progress = Progress().with_lost(found).with_lost(found[:1])
+    assert progress.lost == (LostBlock(0, 9, 6), LostBlock(1, 2, 5))
+    assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+    before = {key: value for key, value in Progress().to_json().items() if key != "lost"}
+    assert Progress.from_json(before) == Progress(), "checkpoints from before are read"
+
+
 def test_the_last_pair_of_a_block_is_left_out_and_the_next_one_not(good: ShardReader) -> None:
     with BlockLoader(good, SKIP, 1, 0, 1) as loader:
         batch = max(loader.next_step().micro_batches, key=lambda b: len(b.pair_ids))
@@ -269,11 +296,14 @@ def run_ranks(
     places, barrier = [None] * len(readers), threading.Barrier(len(readers))
     engines = [Recording() for _ in readers]
     lines: list[list[dict[str, Any]]] = [[] for _ in readers]
+    lost: list[tuple[LostBlock, ...]] = [() for _ in readers]
 
     def run(rank: int) -> None:
         leads = data[rank] not in data[:rank]
         with BlockLoader(readers[rank], config, 1, data[rank], dp) as loader:
-            assert train(Threads(rank, places, barrier), loader, engines[rank], lines[rank], leads).run()
+            trainer = train(Threads(rank, places, barrier), loader, engines[rank], lines[rank], leads)
+            assert trainer.run()
+            lost[rank] = trainer.progress.lost
 
     with ThreadPoolExecutor(len(readers)) as pool:
         futures = [pool.submit(run, rank) for rank in range(len(readers))]
@@ -282,6 +312,8 @@ def run_ranks(
         assert len(errors) == len(readers), "all ranks stop, or none"
         assert all(isinstance(error, DistTfmError) for error in errors), errors
         raise errors[0]
+    assert all(known == lost[0] for known in lost), "whichever rank met them"
+    assert {block.block for block in lost[0]} == ALL
     return engines, lines[0]
 
 

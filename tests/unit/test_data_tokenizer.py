@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from data_pipeline.api import TokenizerConfig
 from data_pipeline.clean import LINE_SEPARATORS, normalise
 from data_pipeline.errors import InputError
+from data_pipeline.report import warn_of_rare_tokens
 from data_pipeline.sources import read_lines, resolve
 from data_pipeline.tokenizer import SPECIAL_IDS, Tokenizer, train_tokenizer
 from data_pipeline.tokenizer_training import adopt_model
@@ -166,3 +168,27 @@ def test_other_special_ids_and_other_files_are_refused(tmp_path: Path) -> None:
         Tokenizer(b"plain text, no model at all", "text.model")
     with pytest.raises(InputError, match="not found"):
         Tokenizer.load(tmp_path / "none.model")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "suggested"),
+    [
+        # Source and target tokens without EOS; sizes: of the target's and the source's vocabulary.
+        ((217_886, 230_124), (4000,), None),  # the embedded corpus and its vocabulary
+        ((150_000, 167_127), (32_000,), "32,000 occurs 9.9 times"),
+        ((150_000, 167_127), (12_000,), None),
+        ((13_000, 12_000), (1000,), None),
+        ((12_000, 12_999), (1001,), "1,001 occurs 25.0 times"),
+        ((90_000, 300_000), (5000, 5000), "5,000 occurs 18.0 times"),  # the source's alone
+        ((300_000, 90_000), (5000, 3000), "5,000 occurs 18.0 times"),
+    ],
+)
+def test_a_vocabulary_far_too_large_for_its_corpus_is_warned_of(
+    tokens: tuple[int, int], sizes: tuple[int, ...], suggested: str | None
+) -> None:
+    pairs, said = 700, list[str]()
+    index = SimpleNamespace(pairs=pairs, tokens=tuple(count + pairs for count in tokens))
+    tokenizer = SimpleNamespace(sizes=(sizes[0], sizes[-1]), is_shared=len(sizes) == 1)
+    warn_of_rare_tokens(index, tokenizer, said.append)  # type: ignore[arg-type]
+    assert len(said) == (suggested is not None)
+    assert suggested is None or suggested in said[0]

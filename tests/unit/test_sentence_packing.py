@@ -1,16 +1,19 @@
 """Training on sentences laid end to end: loss and gradients are those of padded batches."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import dist_tfm.model.packed as packed_module
-from data_pipeline.api import BOS, EOS, PAD, zero_weight_batch
+from data_pipeline.api import BOS, EOS, PAD, Batch, zero_weight_batch
 from data_pipeline.errors import ConfigError
 from dist_tfm.config.loading import SECTIONS, check_sections
-from dist_tfm.config.schema import DataConfig, ModelConfig, ParallelConfig
+from dist_tfm.config.schema import Config, DataConfig, ModelConfig, ParallelConfig
+from dist_tfm.metrics.writers import Console
 from dist_tfm.model.attention import BackendName, attention_kernel
 from dist_tfm.model.attention_kernels import Weighting, attend_reference
 from dist_tfm.model.initialization import initialize
@@ -18,6 +21,8 @@ from dist_tfm.model.packed import Lengths, Segments, attend_packed, pack, varlen
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.axis import Axis
 from dist_tfm.parallel.plan import divide
+from dist_tfm.parallel.traffic import tensor_traffic
+from dist_tfm.training.dry_run import _say_traffic
 from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.recomputation import recompute_inside
 from tests.threads import on_ranks
@@ -214,3 +219,17 @@ def test_a_pipeline_refuses_it() -> None:
     sections |= {"data": DataConfig(packing=True), "parallel": ParallelConfig(pp=2)}
     with pytest.raises(ConfigError, match=r"data\.packing: expected false with parallel\.pp=2"):
         check_sections(sections)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_dry_run_counts_what_is_sent(packing: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two sentences of 300 and 100 source tokens, 200 and 20 target tokens: pads are not sent if they are not there."""
+    source, target = (300, 100), (200, 20)
+    sides = [np.zeros((2, side[0]), dtype=np.int64) for side in (source, target, target)]
+    batch = Batch(*sides, np.array(source), np.array(target), np.arange(2), 0)
+    config = Config(model=ModelConfig(d_model=256), data=DataConfig(packing=packing))
+    engine = SimpleNamespace(facts=SimpleNamespace(precision="fp32", tensor_parallel=2))
+    _say_traffic(engine, batch, config, 1000, Console(enabled=True))  # type: ignore[arg-type]
+    cells = (400, 220) if packing else (600, 400)
+    sent = tensor_traffic(config.model, *cells, 220, 4).total / (1 << 20)
+    assert f"add up {sent:,.1f} MiB" in capsys.readouterr().out
