@@ -63,11 +63,15 @@ class Cluster:
 
     def command(self, *words: str, **variables: str) -> str:
         """Runs a client command; its output. Raises AssertionError with what it said if it fails."""
-        done = subprocess.run(
-            words, cwd=ROOT, env=self.environment | variables, capture_output=True, text=True, timeout=60
-        )
+        done = self.try_command(*words, **variables)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
+
+    def try_command(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Runs a client command, whatever comes of it."""
+        return subprocess.run(
+            words, cwd=ROOT, env=self.environment | variables, capture_output=True, text=True, timeout=60
+        )
 
     def submit(self, script: str, *words: str, options: Sequence[str] = (), **variables: str) -> str:
         """sbatch OPTIONS slurm/SCRIPT WORDS; the job's number. Its output goes to JOB.out in this cluster's folder."""
@@ -92,14 +96,17 @@ class Cluster:
     def restarts(self, job: str) -> int:
         return int(self.show(job)["Restarts"])
 
-    def wait_for(self, what: str, event: Callable[[], bool], job: str, patience: float = PATIENCE) -> None:
-        """Returns once `event` is true. Raises AssertionError with the job's output after `patience` seconds."""
+    def wait_for(
+        self, what: str, event: Callable[[], bool], job: str, patience: float = PATIENCE, pause: float = 0.3
+    ) -> None:
+        """Returns once `event` is true; it is asked every `pause` seconds. Raises AssertionError with the job's output
+        after `patience` seconds."""
         deadline = time.monotonic() + patience
         while not event():
             if time.monotonic() > deadline:
                 queue = self.command("squeue", "--all", "--states=all")
                 raise AssertionError(f"{what}: not in {patience:.0f} s\n{queue}\n{self.output(job)[-4000:]}")
-            time.sleep(0.1)
+            time.sleep(pause)
 
     def wait_for_end(self, job: str, state: str, patience: float = PATIENCE) -> None:
         """Waits until a job has ended for good, in `state`."""

@@ -40,6 +40,17 @@ class Project:
         """The directory of a run."""
         return self.folder / name
 
+    def set_steps(self, name: str, steps: int) -> None:
+        """How many steps the run is to train. A job reads it when it starts, also after it was queued again, so that it
+        can be without an end until it has been interrupted, and near its end after."""
+        text = f"extends: {self.config.name}\ntrain: {{steps: {steps}}}\n"
+        (self.folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+    def config_of(self, name: str) -> Path:
+        """The configuration of a run for which set_steps was called, else that of all."""
+        own = self.folder / f"{name}.yaml"
+        return own if own.exists() else self.config
+
     def compare(self, run: Path, steps: int) -> list[dict[str, Any]]:
         """Asserts that a run has trained on the same pairs with the same losses; returns its training lines."""
         lines = training_lines(run)
@@ -54,6 +65,7 @@ class Project:
 
 
 STEPS = 200
+"""Of the uninterrupted run: more than an interrupted one has reached when it is stopped, and goes on from there."""
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +90,7 @@ def submit(cluster: Cluster, project: Project) -> Submit:
 
     def submit_run(script: str, name: str, *words: str, options: tuple[str, ...] = (), **variables: str) -> str:
         everything = (*project.arguments, f"--train.run_dir={project.run(name)}", *words)
-        return cluster.submit(script, *everything, options=options, DIST_TFM_CONFIG=str(project.config), **variables)
+        config = str(project.config_of(name))
+        return cluster.submit(script, *everything, options=options, DIST_TFM_CONFIG=config, **variables)
 
     return submit_run
