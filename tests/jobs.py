@@ -1,5 +1,6 @@
 """Starting, watching and killing real training jobs, as a user (or a cluster) would."""
 
+import contextlib
 import json
 import lzma
 import os
@@ -16,11 +17,11 @@ from typing import Any
 
 import psutil
 
-from tests.warm import WarmProcess, is_script, start_script
+from tests.warm import SCRIPTS, Streams, WarmProcess, is_script, start_script
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "data_pipeline" / "corpora" / "swmsg_ende"
-BIN = Path(sys.executable).parent
+BIN = SCRIPTS
 TIMINGS = frozenset({"tokens_per_second", "data_wait_fraction", "mfu", "memory_bytes"})
 
 
@@ -108,6 +109,30 @@ def start_job(
         return start_script(command, cwd, environment, log)
     with log.open("ab") as output:
         return subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def start_program(command: Sequence[str], streams: Streams, cwd: Path = ROOT) -> WarmProcess:
+    """Starts a program of Python whose standard streams are open files of this process."""
+    return start_script(command, cwd, clean_environment(), streams)
+
+
+def run_program(
+    command: Sequence[str], text: bytes = b"", cwd: Path = ROOT, timeout: float = 240
+) -> subprocess.CompletedProcess[bytes]:
+    """Runs a program of Python to its end, with `text` in a pipe as its standard input."""
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        job = start_program(command, Streams(reading, out.fileno(), errors.fileno()), cwd)
+        os.close(reading)
+        with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as pipe:
+            pipe.write(text)
+        try:
+            code = job.wait(timeout)
+        finally:
+            job.kill()
+        out.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(list(command), code, out.read(), errors.read())
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""What processes of tests/warm.py have imported when they start: the two heavy packages alone.
+"""What processes of tests/warm.py have imported when they start: heavy packages, and nothing of ours.
 
 A thread started here would be lost to them, and so would what a module reads from its surroundings when it is imported.
 """
@@ -16,6 +16,17 @@ import_deepspeed(torch.device("cpu"))
 # another two seconds.
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+# What most programs import besides.
+for name in (
+    "pydantic",
+    "sacrebleu",
+    "safetensors.torch",
+    "sentencepiece",
+    "torch.utils.tensorboard",
+    "yaml",
+    "zstandard",
+):
+    importlib.import_module(name)
 # DeepSpeed collects garbage by hand at every turn: without this each process would look through all of these modules,
 # and copy the memory that it shares with the others by doing so.
 gc.collect()

@@ -18,8 +18,9 @@ from dist_tfm.errors import DistTfmError
 from dist_tfm.inference.packing import PackedTransformer, can_pack
 from dist_tfm.inference.translator import load_models
 from dist_tfm.translate import main
-from tests.jobs import ROOT, clean_environment, head
+from tests.jobs import ROOT, clean_environment, head, run_program, start_program
 from tests.saved_models import save_model, small_tokenizer, talkative_model
+from tests.warm import Streams
 
 SCRIPT = str(ROOT / "dist_tfm" / "translate.py")
 INPUT = head("test.en.xz", 14).replace("\n", "\n\n", 2) + "日本語\u2028の文 🙂\n" + "server " * 400 + "\nlast line"
@@ -41,14 +42,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def translate(
     run: Path, text: str | bytes, *arguments: str, launcher: Sequence[str] = (), cwd: Path = ROOT
 ) -> "subprocess.CompletedProcess[bytes]":
-    return subprocess.run(
-        [sys.executable, *launcher, SCRIPT, "--checkpoint", str(run), "--launch.threads=1", *arguments],
-        input=text.encode() if isinstance(text, str) else text,
-        capture_output=True,
-        env=clean_environment(),
-        cwd=cwd,
-        timeout=240,
-    )
+    command = [sys.executable, *launcher, SCRIPT, "--checkpoint", str(run), "--launch.threads=1", *arguments]
+    return run_program(command, text.encode() if isinstance(text, str) else text, cwd)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +75,7 @@ def test_one_line_out_for_each_line_in(run: Path, translated: bytes, tmp_path: P
     assert len(set(expected)) > 5, "the model must say different things for this test to mean something"
     path, newest = tmp_path / "in.txt", str(run / "checkpoints" / "step_30")
     path.write_bytes(INPUT.encode())
-    with path.open("rb") as file:
+    with path.open("rb") as file:  # Python itself is started, as a user would
         done = subprocess.run(
             [sys.executable, SCRIPT, "--checkpoint", newest, "--decode.window=5", "--launch.threads=1"],
             stdin=file,
@@ -93,9 +88,9 @@ def test_one_line_out_for_each_line_in(run: Path, translated: bytes, tmp_path: P
     assert done.stdout.decode().split("\n") == [*expected, ""]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_several_processes_print_the_same_lines_once(run: Path, translated: bytes, ranks: int) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+def test_several_processes_print_the_same_lines_once(run: Path, translated: bytes) -> None:
+    """Three, which share windows of four lines; two are in test_a_reader_that_leaves_is_no_fault."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     done = translate(run, INPUT, "--n-best=3", "--decode.window=4", "--decode.batch_tokens=100", launcher=launcher)
     assert done.returncode == 0, done.stderr.decode()
     texts = [line.rsplit(" ||| ", 1)[0] for line in done.stdout.decode().split("\n")]
@@ -189,37 +184,33 @@ def test_a_reader_that_leaves_is_no_fault(run: Path) -> None:
 
 
 def test_a_pipe_that_pauses_is_answered_at_once(run: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, SCRIPT, "--checkpoint", str(run), "--launch.threads=1"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=clean_environment(),
-    ) as job:
-        assert job.stdin is not None
-        assert job.stdout is not None
+    (reading, mine), (answers_from, theirs) = os.pipe(), os.pipe()
+    job = start_program(interactive(run), Streams(reading, theirs, 2))
+    os.close(reading)
+    os.close(theirs)
+    try:
         answers = []
-        for line in (b"save file\n", b"\n", b"open the server\n"):
-            job.stdin.write(line)
-            job.stdin.flush()
-            assert select.select([job.stdout], [], [], 90)[0], "no answer while the pipe was open"
-            answers.append(job.stdout.readline())
-        job.stdin.close()
-        assert job.wait(60) == 0
+        with open(answers_from, "rb") as told:
+            for line in (b"save file\n", b"\n", b"open the server\n"):
+                os.write(mine, line)
+                assert select.select([told], [], [], 90)[0], "no answer while the pipe was open"
+                answers.append(told.readline())
+            os.close(mine)
+            assert job.wait(60) == 0
+    finally:
+        job.kill()
     assert all(answer.endswith(b"\n") for answer in answers)
     assert answers[1] == b"\n"
+
+
+def interactive(run: Path) -> list[str]:
+    return [sys.executable, SCRIPT, "--checkpoint", str(run), "--launch.threads=1"]
 
 
 def test_a_terminal_is_prompted_and_answered_line_by_line(run: Path) -> None:
     expected = translate(run, "save file\nopen the server\n").stdout.decode().split("\n")
     mine, theirs = pty.openpty()
-    job = subprocess.Popen(
-        [sys.executable, SCRIPT, "--checkpoint", str(run), "--launch.threads=1"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=clean_environment(),
-        close_fds=True,
-    )
+    job = start_program(interactive(run), Streams(theirs, theirs, theirs))
     os.close(theirs)
     try:
         read_until(mine, "> ")
