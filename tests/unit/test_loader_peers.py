@@ -18,24 +18,24 @@ DATA = DataConfig(batch_tokens=400, micro_batches=2, workers=0)
 
 
 def test_all_loaders_are_measured_on_the_same_batches(tmp_path: Path) -> None:
-    names = ("webdataset", "datasets-map", "datasets-iter")
+    names = ("webdataset", "datasets-map", "datasets-iter", "datasets-map-lists", "datasets-iter-arrow")
     assert (
         loader_peers.main(["--quick", "--pairs=150", "--against", *names, "--json", str(tmp_path / "rows.json")]) == 0
     )
     rows = json.loads((tmp_path / "rows.json").read_text())
     check_rows(rows)
     speeds = {row["name"]: row for row in rows if row["unit"] == "tokens/s"}
-    assert set(speeds) == {"dist_tfm-int64", "loader-workers-0", *names}
+    assert set(speeds) == {"dist_tfm-int64", "loader-workers-0", "loader-workers-1", *names}
     assert all(speeds[name]["ratio"] is not None for name in names)
     disk = {row["name"] for row in rows if row["unit"] == "bytes/byte"}
-    assert disk == {"disk-over-ids", "disk-over-ids-webdataset", "disk-over-ids-datasets"}
+    assert disk == {"disk-over-ids", "disk-over-tokens", "disk-over-ids-webdataset", "disk-over-ids-datasets"}
 
 
 def test_batches_made_pair_by_pair_are_ours_and_others_are_refused(tmp_path: Path) -> None:
     reader = make_reader(tmp_path, random_lengths(300))
     pairs = list(pairs_of(reader))
     assert len(pairs) == 300
-    assert digest(planned_batches(pairs, DATA)) == digest(our_epochs(reader, DATA, 1))
+    assert digest(planned_batches(pairs, DATA)) == digest(our_epochs(reader.folder, DATA, 1))
 
     def contender(changed: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Contender]:
         return {"peer": Contender(lambda: 0.0, lambda: digest(planned_batches(changed, DATA)), tmp_path)}
