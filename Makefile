@@ -47,6 +47,7 @@ bench: install
 	$(BIN)/python benchmarks/parallel_overhead.py --json benchmarks/results/parallel_overhead.json
 	$(BIN)/python benchmarks/decode_throughput.py --setup
 	$(BIN)/python benchmarks/decode_throughput.py --against huggingface --json benchmarks/results/decode_throughput.json
+	$(BIN)/python benchmarks/fused_projections.py --rounds 11 --json benchmarks/results/fused_projections.json
 	$(BIN)/python benchmarks/tiny_trials.py --json benchmarks/results/tiny_trials.json
 	$(BIN)/python benchmarks/tables.py
 

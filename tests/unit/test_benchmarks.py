@@ -34,6 +34,7 @@ from tests.jobs import clean_environment, small_project
 KEYS = ["name", "value", "unit", "ratio", "peak_fraction", "command", "machine", "commit", "date"]
 SCRIPTS = (
     "decode_throughput",
+    "fused_projections",
     "loader_peers",
     "loader_throughput",
     "parallel_overhead",
