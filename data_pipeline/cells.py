@@ -7,7 +7,7 @@ Nothing is looked up token by token.
 B sentences in a micro-batch, S padded source length, T padded target length; N pairs in K micro-batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +73,7 @@ class Side:
         tokens = lengths[rows].astype(np.int64) + len(prefix) + 1
         longest = int(tokens.max(initial=1))
         dtype = smallest_unsigned(vocabulary - 1)
-        self._widths = widths_of(tokens, offsets)
+        self._widths: list[int] = widths_of(tokens, offsets).tolist()
         self._tokens = tokens.astype(smallest_unsigned(longest))
         self._starts = ends[rows]
         self._prefix = np.array(prefix, dtype=dtype)
@@ -96,7 +96,7 @@ class Side:
 
     def padded(self, number: int, rows: slice) -> tuple[Integers, NDArray[np.int64]]:
         """(ids EOS PAD... [B, longest], tokens [B]) of micro-batch `number` of these rows; the prefix counts as ids."""
-        width, tokens = int(self._widths[number]), self._tokens[rows].astype(np.int64)
+        width, tokens = self._widths[number], self._tokens[rows].astype(np.int64)
         ids = self._runs.at(self._starts[rows], width)
         if len(self._prefix):
             ids[:, : len(self._prefix)] = self._prefix
@@ -113,14 +113,14 @@ class MicroBatches:
 
     source: Side
     target: Side
-    offsets: Rows
+    offsets: Sequence[int]
     ids: Rows
     corpus: int
     unreadable: tuple[Unreadable, ...] = ()
 
     def batch(self, number: int, index: int) -> Batch:
         """Micro-batch `number` as number `index` of its step; one without pairs is a zero-weight one."""
-        rows = slice(int(self.offsets[number]), int(self.offsets[number + 1]))
+        rows = slice(self.offsets[number], self.offsets[number + 1])
         if rows.start == rows.stop:
             return zero_weight_batch()
         source, source_lengths = self.source.padded(number, rows)
@@ -198,4 +198,4 @@ def lay_out(
             source.fill(UNK, unread[0])
             target.fill(UNK, unread[1])
     ids = pairs_of(reader, blocks)[rows] + part.first_id
-    return MicroBatches(source, target, offsets, ids, part.number, tuple(unreadable))
+    return MicroBatches(source, target, offsets.tolist(), ids, part.number, tuple(unreadable))
