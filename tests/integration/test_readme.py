@@ -5,6 +5,8 @@ one there: a very small model and corpus, so that what takes minutes takes secon
 the hub, an installation) is read instead, and `READ` says why.
 """
 
+import contextlib
+import json
 import os
 import re
 import shlex
@@ -13,19 +15,30 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dist_tfm.config.loading import read_config
-from tests.jobs import BIN, ROOT, checkpoint_steps, clean_environment, free_port, head, run_job, training_lines
+from tests.jobs import (
+    BIN,
+    ROOT,
+    checkpoint_steps,
+    clean_environment,
+    free_port,
+    head,
+    read_metrics,
+    run_job,
+    training_lines,
+)
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ONE_NODE = "launch/accelerate/one_node_8gpu.yaml"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NAMED_FILE = re.compile(r"`(configs/\w+\.yaml)`[^`]*?:\n\n```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+VALID_PAIRS = 8
 SMALL = """
 extends: tiny_as_it_is.yaml
 model: {d_model: 32, d_ff: 64, encoder_layers: 1, decoder_layers: 1}
@@ -61,9 +74,9 @@ class Place:
         (folder / "configs" / "tiny.yaml").write_text(SMALL, encoding="utf-8")
         for name, text in NAMED_FILE.findall(README):
             (folder / name).write_text(text, encoding="utf-8")
-        for corpus, split, pairs in (("small", "train", 300), ("small", "valid", 8), ("mine", "train", 200)):
+        for corpus, split, pairs in (("small", "train", 300), ("small", "valid", VALID_PAIRS), ("mine", "train", 200)):
             self._write_pairs(corpus, split, pairs)
-        self._write_pairs("mine", "valid", 8)
+        self._write_pairs("mine", "valid", VALID_PAIRS)
         (folder / "in.txt").write_text(head("test.en.xz", 5), encoding="utf-8")
         (folder / "ref.txt").write_text(head("test.de.xz", 5), encoding="utf-8")
         # What a user's shell finds after `. .venv/bin/activate`.
@@ -80,9 +93,9 @@ class Place:
     def type(self, line: str) -> str:
         """Runs a command line and returns its output; it must end with 0."""
         words = shlex.split(line)
-        if words[0] == "python" and not {"<", ">", "|"} & set(words):  # most of its time would go into importing torch
-            script = [sys.executable, str(self.folder / words[1]), *words[2:]]
-            done = run_job(script, cwd=self.folder)
+        program = self._program(words)
+        if program:  # not by a shell, since most of its time would go into importing torch
+            done = run_job(program, cwd=self.folder)
         else:
             done = subprocess.run(
                 ["bash", "-c", line],
@@ -95,6 +108,15 @@ class Place:
             )
         assert done.returncode == 0, f"$ {line}\n{done.stdout}"
         return done.stdout
+
+    def _program(self, words: list[str]) -> list[str]:
+        """The command that a shell would find for these words: Python, or a script beside it; empty if it is no such
+        thing, or needs a shell."""
+        if {"<", ">", "|"} & set(words):
+            return []
+        if words[0] == "python":
+            return [sys.executable, str(self.folder / words[1]), *words[2:]]
+        return [str(BIN / words[0]), *words[1:]] if words[0] in ("accelerate", "torchrun") else []
 
     def start(self, line: str) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -115,85 +137,96 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("readme"))
 
 
-# How each command is tried. It is handed the place and the line as it stands in the README.
+# How each command is tried: a check is handed the place and the line as it stands in the README, runs it, and gives
+# (what must hold, whether it does), which test_the_command_works asserts.
+Facts = Iterator[tuple[str, bool]]
+Check = Callable[[Place, str], Facts]
 
 
-def trains(run: str, ranks: int = 1, port_option: str = "") -> Callable[[Place, str], None]:
-    """Trains `run` to its end on so many ranks. port_option: the launcher's, since tests run side by side."""
+def trains(run: str, launcher: str, ranks: int = 1, stage: int = 1) -> Check:
+    """Trains `run` to its end on so many ranks, and records how."""
 
-    def check(place: Place, line: str) -> None:
-        if port_option:
-            launcher, script = line.split(" dist_tfm/train.py")
-            line = f"{launcher} {port_option} {free_port()} dist_tfm/train.py{script}"
-        place.type(line)
+    def check(place: Place, line: str) -> Facts:
+        if ranks > 1:  # tests run side by side, each needs a port of its own
+            option = {"accelerate": "--main_process_port", "torchrun": "--master-port"}[launcher]
+            command, script = line.split(" dist_tfm/train.py")
+            line = f"{command} {option} {free_port()} dist_tfm/train.py{script}"
+        output = place.type(line)
         folder = place.folder / "runs" / run
         steps = read_config(folder / "config.yaml").train.steps
-        assert (folder / "DONE").read_text() == f"{steps}\n"
-        assert checkpoint_steps(folder)[-1] == steps
-        assert training_lines(folder)[-1]["world_size"] == ranks
+        lines = training_lines(folder)
+        recorded = json.loads((folder / "environment.json").read_text())[0]["launcher"]
+        yield f"it says so: {output}", f"{ranks} process(es) by {launcher}" in output
+        yield "it is done", (folder / "DONE").read_text() == f"{steps}\n"
+        yield "its last step is saved", checkpoint_steps(folder)[-1] == steps
+        yield f"by {recorded}", recorded == launcher
+        yield "so many ranks, so divided", {(x["world_size"], x["zero_stage"]) for x in lines} == {(ranks, stage)}
+        whole = [x["valid_pairs"] for x in read_metrics(folder) if "valid_loss" in x]
+        yield "no held-out pair twice, none left out", set(whole) == {VALID_PAIRS}
 
     return check
 
 
-def goes_on(run: str, first: int, last: int) -> Callable[[Place, str], None]:
+def goes_on(run: str, first: int, last: int) -> Check:
     """Continues a finished run to a later step; before that, the command that made it says that it is finished."""
 
-    def check(place: Place, line: str) -> None:
+    def check(place: Place, line: str) -> Facts:
         before = line.replace(f"--train.steps={last}", f"--train.steps={first}")
-        assert before in commands(README)
-        assert "finished" in place.type(before)
-        assert f"resumed at step {first} " in place.type(line)
-        assert place.steps(run)[-1] == last
+        yield f"the README has {before}", before in commands(README)
+        yield "it is finished", "finished" in place.type(before)
+        yield "it goes on", f"resumed at step {first} " in place.type(line)
+        yield "to the step that was asked for", place.steps(run)[-1] == last
 
     return check
 
 
-def says(*patterns: str) -> Callable[[Place, str], None]:
+def says(*patterns: str) -> Check:
     """Ends well, and its output has these."""
 
-    def check(place: Place, line: str) -> None:
+    def check(place: Place, line: str) -> Facts:
         output = place.type(line)
+        yield "it ends well", True
         for pattern in patterns:
-            assert re.search(pattern, output, re.MULTILINE), f"$ {line}\n{output}"
+            yield f"{pattern} is in its output:\n{output}", bool(re.search(pattern, output, re.MULTILINE))
 
     return check
 
 
-def translates(place: Place, line: str) -> None:
+def translates(place: Place, line: str) -> Facts:
     place.type(line)
-    assert (place.folder / "out.txt").read_text(encoding="utf-8").count("\n") == 5
+    yield "a line for each line", (place.folder / "out.txt").read_text(encoding="utf-8").count("\n") == 5
 
 
-def shows_curves(place: Place, line: str) -> None:
+def shows_curves(place: Place, line: str) -> Facts:
     port = free_port()
     server = place.start(f"{line} --port {port}")
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=5) as answer:
-                    found = answer.read().decode()
-                if "x/tensorboard" in found:
-                    return
-            except OSError:
-                assert server.poll() is None, "tensorboard has ended"
-            assert time.monotonic() < deadline, "tensorboard shows no run"
+        deadline, found = time.monotonic() + 60, ""
+        while "x/tensorboard" not in found and time.monotonic() < deadline and server.poll() is None:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=5) as a,
+            ):
+                found = a.read().decode()
             time.sleep(0.2)
+        yield f"it shows the run x: {found}", "x/tensorboard" in found
     finally:
         server.kill()
         server.wait()
 
 
-RUN: dict[str, Callable[[Place, str], None]] = {
+RUN: dict[str, Check] = {
     ". .venv/bin/activate": says(),
-    "accelerate launch dist_tfm/train.py": trains("tiny"),
-    "python dist_tfm/train.py --config configs/tiny.yaml --train.steps=20 --train.run_dir=runs/x": trains("x"),
+    "accelerate launch dist_tfm/train.py": trains("tiny", "accelerate"),
+    "python dist_tfm/train.py --config configs/tiny.yaml --train.steps=20 --train.run_dir=runs/x": trains(
+        "x", "single"
+    ),
     "python dist_tfm/train.py --config configs/tiny.yaml --train.steps=40 --train.run_dir=runs/x": goes_on("x", 20, 40),
     "accelerate launch --config_file launch/accelerate/cpu_2.yaml dist_tfm/train.py --train.run_dir=runs/two": trains(
-        "two", ranks=2, port_option="--main_process_port"
+        "two", "accelerate", ranks=2
     ),
     "torchrun --nproc-per-node 2 dist_tfm/train.py --parallel.zero_stage=2 --train.run_dir=runs/z2": trains(
-        "z2", ranks=2, port_option="--master-port"
+        "z2", "torchrun", ranks=2, stage=2
     ),
     "python dist_tfm/train.py --config configs/tiny.yaml --dry-run": says("largest training step", "memory"),
     "python dist_tfm/train.py --config configs/tiny.yaml --print-config": says(r"run_dir: runs/tiny$"),
@@ -207,51 +240,51 @@ RUN: dict[str, Callable[[Place, str], None]] = {
     "python data_pipeline/browse.py shards/mine --verify": says(
         r"shards/mine/train/index.json: [\d,]+ pairs .* all well"
     ),
-    "python dist_tfm/train.py --config configs/mine.yaml": trains("mine"),
+    "python dist_tfm/train.py --config configs/mine.yaml": trains("mine", "single"),
 }
 
 
-def makes(*lines: str) -> Callable[[Place, str], None]:
+def makes(*lines: str) -> Check:
     """What make would do; installing packages again, and testing within a test, is not for here."""
 
-    def check(place: Place, line: str) -> None:
+    def check(place: Place, line: str) -> Facts:
         shown = place.type(f"{line} --dry-run")
         for expected in lines:
-            assert expected in shown.splitlines(), shown
+            yield f"{expected} is a line of:\n{shown}", expected in shown.splitlines()
 
     return check
 
 
-def configures(place: Place, line: str) -> None:
+def configures(place: Place, line: str) -> Facts:
     """A program of ours, under whichever launcher: its arguments are those of a configuration that stands."""
     words = shlex.split(line)
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     for option in (word for word in words[:script] if word.endswith(".yaml")):
-        assert (place.folder / option).is_file()
-    place.type(f"python {shlex.join(words[script:])} --print-config")
+        yield f"{option} is a file", (place.folder / option).is_file()
+    shown = place.type(f"python {shlex.join(words[script:])} --print-config")
+    yield f"a whole configuration is printed:\n{shown}", bool(yaml.safe_load(shown))
 
 
-def on_a_copy(name: str, *patterns: str) -> Callable[[Place, str], None]:
+def on_a_copy(name: str, *patterns: str) -> Check:
     """Of a run that nobody trained here: runs/x under its name."""
 
-    def check(place: Place, line: str) -> None:
+    def check(place: Place, line: str) -> Facts:
         copy = place.folder / "runs" / name
         if not copy.exists():
             shutil.copytree(place.folder / "runs" / "x", copy)
-        says(*patterns)(place, line)
+        yield from says(*patterns)(place, line)
 
     return check
 
 
-def prints_its_configuration(place: Place, line: str) -> None:
+def prints_its_configuration(place: Place, line: str) -> Facts:
     """A batch script, by hand instead of by sbatch: what it hands to train.py is a configuration that stands."""
     job = f"DIST_TFM_PYTHON={sys.executable} SLURM_JOB_ID=7 SLURM_SUBMIT_DIR=$PWD bash"
     output = place.type(f"{line.replace('sbatch', job, 1)} --print-config")
-    sections = yaml.safe_load(output)
-    assert sections["train"]["run_dir"].startswith("runs/")
+    yield "a run of its own", yaml.safe_load(output)["train"]["run_dir"].startswith("runs/")
 
 
-READ: dict[str, tuple[str, Callable[[Place, str], None]]] = {
+READ: dict[str, tuple[str, Check]] = {
     "make install": ("it downloads for minutes", makes("touch .venv/.installed")),
     "make test": ("it is what runs here", makes(".venv/bin/pytest tests/")),
     "make quickstart": ("test_quickstart.py runs it", makes(".venv/bin/dist-tfm quickstart ")),
@@ -288,4 +321,7 @@ def test_commands_are_told_from_other_blocks() -> None:
 def test_the_command_works(line: str, place: Place) -> None:
     """In the order of the README: later ones use what earlier ones have made."""
     check = RUN[line] if line in RUN else READ[line][1]
-    check(place, line)
+    facts = list(check(place, line))
+    assert facts, "nothing was looked at"
+    for what, holds in facts:
+        assert holds, f"$ {line}\n{what}"

@@ -85,15 +85,14 @@ def check_tensorboard(run: Path, steps: int) -> None:
     "command",
     [
         pytest.param(["accelerate", "launch", "--use_deepspeed", "--num_processes", "2"], id="accelerate"),
-        pytest.param(["torchrun", "--nproc-per-node", "2"], id="torchrun"),
         pytest.param(["deepspeed", "--num_gpus", "2"], id="deepspeed"),
     ],
 )
 def test_two_processes_by_every_launcher(command: list[str], project: Path, tmp_path: Path) -> None:
+    """torchrun, and accelerate without --use_deepspeed, which starts one process, are in test_readme.py."""
     run = tmp_path / "two"
     port = str(free_port())
-    options = {"accelerate": ["--main_process_port", port], "torchrun": ["--master-port", port]}
-    options["deepspeed"] = ["--master_port", port]
+    options = {"accelerate": ["--main_process_port", port], "deepspeed": ["--master_port", port]}
     done = run_job(
         [str(BIN / command[0]), *command[1:], *options[command[0]], "dist_tfm/train.py", "--config", str(project)]
         + ["--parallel.zero_stage=2", "--train.steps=3", "--train.validate_every=3", f"--train.run_dir={run}"]
@@ -125,17 +124,6 @@ def test_the_variables_of_slurm_start_two_tasks(project: Path, tmp_path: Path) -
     assert [job.wait(timeout=120) for job in jobs] == [0, 0]
     assert training_lines(run)[-1]["world_size"] == 2
     assert json.loads((run / "environment.json").read_text())[0]["launcher"] == "slurm"
-
-
-def test_accelerate_alone_starts_one_process_and_says_so(project: Path, tmp_path: Path) -> None:
-    run = tmp_path / "one"
-    done = run_job(
-        [str(BIN / "accelerate"), "launch", "dist_tfm/train.py", "--config", str(project)]
-        + ["--train.steps=1", "--train.validate_every=0", f"--train.run_dir={run}"]
-    )
-    assert done.returncode == 0, done.stdout
-    assert training_lines(run)[-1]["world_size"] == 1
-    assert re.search(r"\b1 process\(es\) with \d+ thread\(s\) each by accelerate, on cpu", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
