@@ -22,6 +22,7 @@ from data_pipeline.api import Batch
 from dist_tfm.config.schema import OptimConfig, PrecisionConfig
 from dist_tfm.engine.base import EngineFacts, Fragment, LossSums, StepResult
 from dist_tfm.engine.ds_config import deepspeed_config
+from dist_tfm.engine.flat_gradients import FlatGradients
 from dist_tfm.engine.fragments import (
     accumulated_gradient,
     base_optimizer,
@@ -95,6 +96,10 @@ class DeepSpeedEngine:
             self._engine: Any = deepspeed.initialize(model=loss, optimizer=adam, config=config, mpu=unit)[0]
         if zero_stage == 0 and topology.data.size == 1:
             self._engine.enable_backward_allreduce = False  # it would copy every gradient to reduce nothing
+        self._flat: FlatGradients | None = None
+        if FlatGradients.fits(self._engine.optimizer):
+            self._flat = FlatGradients(self._engine.optimizer)
+            self._engine.enable_backward_allreduce = False
         create_state(self._engine)
         if exact is not None:
             # DeepSpeed makes fp32 masters from weights that it has rounded before.
@@ -117,6 +122,8 @@ class DeepSpeedEngine:
         learning_rate = self._rate(self.updates + 1)
         for group in base_optimizer(engine).param_groups:
             group["lr"] = learning_rate
+        if self._flat is not None:
+            self._flat.reduce()
         engine.step()
         applied = bool(engine.was_step_applied())
         self.updates += int(applied)

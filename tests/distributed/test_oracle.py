@@ -60,6 +60,7 @@ def test_facts_say_what_runs(worlds: Worlds, world: str, exact: Exact) -> None:
         "tensor_parallel": exact.tp,
         "pipeline_parallel": 1,
         "device": "cpu",
+        "kernels": "torch",
         "updates": exact.recipe.steps,
     }
     assert [result["facts"] for result in worlds.results(world, exact.name)] == [expected] * int(world)
