@@ -3,17 +3,22 @@
 import ctypes
 import os
 import platform
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
-_NEVER = 2**31 - 1
+_NEVER = -1  # the largest size: mallopt takes an int
+_MADV_HUGEPAGE, _PAGE = 14, 1 << 12  # sys/mman.h
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_ADDRESS_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 
 def keep_freed_memory(variables: Mapping[str, str] = os.environ) -> bool:
-    """Tells glibc's malloc to keep freed memory for the next step; True if it was told.
+    """Tells glibc's malloc to keep freed memory for the next step, in huge pages; True if it was told.
 
     By default every large tensor is mapped anew and given back when it is freed, so that each step touches fresh pages,
     which the kernel must clear (measured in docs/benchmarks.md). Nothing is done where the user has set malloc's own
@@ -24,7 +29,37 @@ def keep_freed_memory(variables: Mapping[str, str] = os.environ) -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    told = bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    if told:
+        use_huge_pages()
+    return told
+
+
+def use_huge_pages(enabled: Path = HUGE_PAGES, overcommit: Path = OVERCOMMIT) -> int:
+    """Asks for pages of 2 MiB for what this process takes from malloc from now on: fewer faults, and fewer misses of
+    the processor's table of addresses. Returns the bytes it asked for; 0 where the kernel needs no asking (`always`),
+    gives none (`never`), or an address once promised counts as memory (strict accounting, `ulimit -v`, `ulimit -d`).
+
+    The heap is grown by all memory that is available and shrunk by nothing: addresses, which are no memory until they
+    are written to. (What GLIBC_TUNABLES=glibc.malloc.hugetlb=1 does must be said before a process starts.)
+    Malloc must have been told to map no block by itself and never to trim.
+    """
+    unlimited = all(resource.getrlimit(kind)[0] == resource.RLIM_INFINITY for kind in _ADDRESS_LIMITS)
+    available = available_bytes()
+    if not unlimited or available is None or not _says(enabled, "[madvise]") or _says(overcommit, "2"):
+        return 0
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    block = libc.malloc(available)
+    if not block:
+        return 0
+    first = -(-block // _PAGE) * _PAGE
+    size = (block + available - first) // _PAGE * _PAGE
+    refused = libc.madvise(first, size, _MADV_HUGEPAGE)
+    libc.free(block)
+    return 0 if refused else size
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int | None:
@@ -42,3 +77,10 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP
     except (OSError, LookupError, ValueError):
         pass
     return max(0, min(limits)) if limits else None
+
+
+def _says(path: Path, word: str) -> bool:
+    try:
+        return word in path.read_text().split()
+    except OSError:
+        return False

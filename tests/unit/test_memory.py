@@ -7,38 +7,60 @@ from pathlib import Path
 
 import pytest
 
-from dist_tfm.parallel.memory import available_bytes, keep_freed_memory
+from dist_tfm.parallel.memory import HUGE_PAGES, available_bytes, keep_freed_memory, use_huge_pages
 
 RESIDENT = """
-import resource, sys
-import numpy as np
+import os, resource, sys
 from dist_tfm.parallel.memory import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory({})
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-before = resident()
-array = np.ones(16_000_000)
+def huge():
+    return sum(int(line.split()[1]) * 1024 for line in open("/proc/self/smaps") if line.startswith("AnonHugePages"))
+before, huge_before = resident(), huge()
+assert before < 100_000_000, "memory that nothing was written to is not held"
+array = b"x" * 128_000_000  # (numpy asks for huge pages itself)
+in_huge_pages = huge() - huge_before
+assert os.fork() or os._exit(0)  # a copy of the process can still be made
+assert os.wait()[1] == 0
 del array
-print(resident() - before)
+print(resident() - before, in_huge_pages)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_freed_memory_stays_with_the_process() -> None:
-    kept = {
-        how: int(
-            subprocess.run([sys.executable, "-c", RESIDENT, how], capture_output=True, text=True, check=True).stdout
-        )
-        for how in ("keep", "default")
-    }
-    assert kept["keep"] > 120_000_000, kept
-    assert kept["default"] < 20_000_000, kept
+    def measure(how: str) -> tuple[int, int]:
+        command = [sys.executable, "-c", RESIDENT, how]
+        kept, huge = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        return int(kept), int(huge)
+
+    (kept, huge), (given_back, small) = measure("keep"), measure("default")
+    assert kept > 120_000_000
+    assert given_back < 20_000_000
+    mode = HUGE_PAGES.read_text() if HUGE_PAGES.exists() else ""
+    if "[madvise]" in mode:  # elsewhere all pages are huge, or none
+        assert small < 20_000_000
+        assert huge > 60_000_000  # as many as the machine has free in one piece
 
 
 def test_the_users_own_settings_win() -> None:
     assert not keep_freed_memory({"MALLOC_ARENA_MAX": "1"})
     assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+
+
+def test_huge_pages_are_asked_for_only_where_that_helps_and_costs_nothing(tmp_path: Path) -> None:
+    """With the kernel's files written by hand; where it says yes, the process above shows it."""
+    modes, accounting = tmp_path / "enabled", tmp_path / "overcommit"
+    accounting.write_text("0\n")
+    for mode in ("[always] madvise never", "always madvise [never]"):
+        modes.write_text(mode + "\n")
+        assert use_huge_pages(modes, accounting) == 0
+    modes.write_text("always [madvise] never\n")
+    accounting.write_text("2\n")
+    assert use_huge_pages(modes, accounting) == 0
+    assert use_huge_pages(tmp_path / "none", accounting) == 0
 
 
 def test_available_memory_is_the_hosts_or_what_the_container_leaves(tmp_path: Path) -> None:
