@@ -156,7 +156,8 @@ def trains(run: str, launcher: str, ranks: int = 1, stage: int = 1) -> Check:
         steps = read_config(folder / "config.yaml").train.steps
         lines = training_lines(folder)
         recorded = json.loads((folder / "environment.json").read_text())[0]["launcher"]
-        yield f"it says so: {output}", f"{ranks} process(es) by {launcher}" in output
+        said = rf"\b{ranks} process\(es\) with \d+ thread\(s\) each by {launcher}, on cpu"
+        yield f"it says so: {output}", bool(re.search(said, output))
         yield "it is done", (folder / "DONE").read_text() == f"{steps}\n"
         yield "its last step is saved", checkpoint_steps(folder)[-1] == steps
         yield f"by {recorded}", recorded == launcher
