@@ -88,7 +88,7 @@ class BlockCache:
             with open(descriptor, "wb") as file:
                 file.write(data)
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else removes the half-written file
             Path(temporary).unlink(missing_ok=True)
             raise
         if self._most:

@@ -201,7 +201,7 @@ def encode_pieces(
                     worker.write(piece, part_path(piece.number))
                     with lock:
                         done(len(piece.sources))
-        except BaseException:
+        except BaseException:  # whatever it was, the other threads must take no more pieces
             failed.set()
             raise
 
@@ -209,7 +209,7 @@ def encode_pieces(
         try:
             for future in as_completed([pool.submit(drive) for _ in range(workers)]):
                 future.result()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: leaving the pool waits for its threads, which must end first
             failed.set()
             raise
 

@@ -162,7 +162,7 @@ class StepLoader:
         self._closed = False
         try:
             self.seek(start)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: threads must not outlive a loader that nobody gets
             self.close()
             raise
 

@@ -45,6 +45,13 @@ dist_tfm_check() {
     dist_tfm_say "error: DIST_TFM_NODES: expected MIN-MAX as --nodes has them, found '$DIST_TFM_NODES'" >&2
     exit 2
   fi
+  for name in train valid; do
+    if [ -n "${DIST_TFM_STAGE_FROM:-}" ] && [ ! -f "$DIST_TFM_STAGE_FROM/$name/index.json" ]; then
+      dist_tfm_say "error: DIST_TFM_STAGE_FROM: expected prepared shards, a folder with $name/index.json, found" \
+        "'$DIST_TFM_STAGE_FROM'" >&2
+      exit 2
+    fi
+  done
 }
 
 # Sets what every script needs: python (an array: how to run Python on this node), options of srun, variables.
@@ -237,7 +244,10 @@ dist_tfm_train() {
   dist_tfm_say "job $SLURM_JOB_ID attempt $dist_tfm_restarts: $dist_tfm_nodes node(s) x $dist_tfm_per_node rank(s)" \
     "($SLURM_JOB_NODELIST), meeting at $MASTER_ADDR:$MASTER_PORT, run directory $dist_tfm_run_dir"
 
-  if [ -n "${DIST_TFM_STAGE_FROM:-}" ] && dist_tfm_goes_on; then dist_tfm_stage; fi
+  if [ -n "${DIST_TFM_STAGE_FROM:-}" ] && dist_tfm_goes_on; then
+    dist_tfm_stage
+    if [ "$dist_tfm_code" = 2 ]; then exit 2; fi # a node has said why: trying again would change nothing
+  fi
   if [ "${DIST_TFM_PREFLIGHT:-1}" != 0 ] && dist_tfm_goes_on; then
     dist_tfm_ranks preflight "$DIST_TFM_HOME/launch/preflight.py" "$@"
   fi

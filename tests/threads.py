@@ -56,7 +56,7 @@ def on_ranks(size: int, work: Callable[[Axis], T]) -> list[T]:
     def run(rank: int) -> T:
         try:
             return work(ThreadAxis(meeting, rank))
-        except BaseException:
+        except BaseException:  # whatever it was, the other ranks must not wait for this one
             meeting.barrier.abort()
             raise
 

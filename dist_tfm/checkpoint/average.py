@@ -104,7 +104,7 @@ def average_checkpoints(members: Sequence[Path], output: Path, kind: str = "fp32
             keys = [(f"fp32/{name}", math.prod(shape)) for name, shape in shapes.items()]
             record = write_tensors(temporary / file, keys, (_mean(readers, kind, name) for name in shapes))
         _publish(output, temporary, {file: record}, index, _accompanying(members, kind))
-    except BaseException:
+    except BaseException:  # Ctrl-C too: nothing half-written stays
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 

@@ -115,6 +115,6 @@ def _write(checkpoint: Path, imported: Imported, config: str, tokenizer: bytes, 
             given.write_bytes(tokenizer)
             counters: dict[str, Json] = {"step": 0, "updates": 0, "imported": {**origin}}
             publish_checkpoint(checkpoint, temporary, {file: record}, index, Accompanying(counters, config, given))
-    except BaseException:
+    except BaseException:  # Ctrl-C too: nothing half-written stays
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -46,7 +46,7 @@ def recorded(main: Callable[[], int]) -> Callable[[], int]:
             if end.code not in (None, 0):
                 _record(end.code if isinstance(end.code, int) else 1, f"ended with {end.code}: see its output")
             raise
-        except BaseException as fault:
+        except BaseException as fault:  # Ctrl-C too, which ends a rank as a fault does; it is raised again
             _record(1, "".join(traceback.format_exception(fault)).rstrip())
             raise
 

@@ -167,7 +167,7 @@ def first_rank_alone(
 def _fulfil(future: "Future[None]", work: Callable[[], None]) -> None:
     try:
         work()
-    except BaseException as fault:
+    except BaseException as fault:  # as executors do: a future that never ends would hang who waits for it
         future.set_exception(fault)
     else:
         future.set_result(None)

@@ -20,7 +20,7 @@ def run_rank(world: str, folder: Path) -> None:
     for name, case in PLAN[world].items():
         try:
             result = case(here, folder)
-        except BaseException:
+        except BaseException:  # SystemExit too, which would end a rank without a word
             (folder / world / f"error.{here.ranks.rank}").write_text(f"case {name}:\n{traceback.format_exc()}")
             raise
         (folder / world / f"{name}.{here.ranks.rank}.json").write_text(json.dumps(result))

@@ -47,6 +47,29 @@ def test_shards_are_copied_to_a_node_once_and_never_over_others(tmp_path: Path) 
     assert sorted(path.name for path in target.parent.iterdir()) == ["shards"], "no half copy is left"
 
 
+def test_a_node_that_holds_other_shards_ends_the_job_with_2(tmp_path: Path) -> None:
+    """As slurm_stage.sh says it; srun hands its code on."""
+    begin = tmp_path / "begin"
+    begin.write_text(f"#!/bin/sh\nprintf '%s\\n' {tmp_path}/run {tmp_path}/run/errors/7.0 {tmp_path}/local\n")
+    begin.chmod(0o755)
+    source, _ = shards(tmp_path / "shared", "one"), shards(tmp_path / "local", "two")
+    text = (
+        SHELL
+        + """
+    srun() { while [ "$1" != bash ]; do shift; done; "$@"; }
+    dist_tfm_meet() { MASTER_ADDR=here MASTER_PORT=1; }
+    dist_tfm_ranks() { echo "ranks were started"; }
+    dist_tfm_train --config any.yaml
+    """
+    )
+    variables = {"DIST_TFM_STAGE_FROM": str(source), "DIST_TFM_PYTHON": str(begin), "SLURM_JOB_ID": "7"}
+    found = bash(text, DIST_TFM_HOME=str(ROOT), SLURM_JOB_NODELIST="here", **variables)
+    assert found.returncode == 2, found
+    assert found.stderr.startswith(f"error: data.shards={tmp_path}/local on ")
+    assert found.stderr.count("\n") == 1
+    assert "ranks were started" not in found.stdout
+
+
 @pytest.mark.parametrize("late", ["", "sleep 0.6"])
 def test_a_signal_does_not_change_the_code_of_what_was_waited_for(late: str) -> None:
     """Shorter than the command, or, with the trap still at work, longer than it."""
@@ -133,6 +156,7 @@ def test_the_records_of_an_attempt_are_found_whatever_its_folder_is_called(tmp_p
         ("DIST_TFM_RANKS_PER_NODE", "-1", "a number"),
         ("DIST_TFM_LAUNCHER", "torchrun", "srun or accelerate"),
         ("DIST_TFM_NODES", "2 to 4", "MIN-MAX"),
+        ("DIST_TFM_STAGE_FROM", "/nonexistent/shards", "prepared shards, a folder with train/index.json"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused_first(name: str, value: str, expected: str) -> None:
