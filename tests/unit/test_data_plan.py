@@ -124,16 +124,6 @@ def test_two_dimensions_beat_one() -> None:
     assert plan.padding < 0.5 * (1 - lengths.sum() / cells)
 
 
-def test_planning_is_fast() -> None:
-    lengths = zipf_lengths(400_000)
-    best = np.inf
-    for window in range(4):
-        begin = time.process_time()
-        plan_window(lengths[:, 0], lengths[:, 1], 3125, 8, (1, 0, window))
-        best = min(best, time.process_time() - begin)
-    assert len(lengths) / best > 1e6, f"{len(lengths) / best / 1e6:.1f} M pairs/s (alone on a machine: 4 to 6)"
-
-
 def micro_batch_sets(epoch: int, lengths: np.ndarray) -> set[frozenset[int]]:
     plan = plan_window(lengths[:, 0], lengths[:, 1], 600, 4, (7, epoch, 0))
     return {frozenset(part.tolist()) for part in pieces(plan) if len(part) > 1}
