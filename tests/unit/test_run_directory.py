@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_tfm.config.loading import config_to_yaml
+from dist_tfm.config.loading import config_to_yaml, read_config
 from dist_tfm.config.schema import Config, TrainConfig
 from dist_tfm.errors import ConfigError, InputError, RunError
 from dist_tfm.training.progress import Progress
@@ -27,8 +27,14 @@ def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> Non
 def test_what_a_killed_start_left_is_no_foreign_thing(tmp_path: Path) -> None:
     for name in (".lock", "config.yaml.tmp", "metrics.jsonl"):
         (tmp_path / name).touch()
-    RunDirectory(tmp_path).check(Config())
-    RunDirectory(tmp_path / "new").check(Config())
+    directory = RunDirectory(tmp_path)
+    directory.check(Config())
+    directory.begin_attempt(Config(), {"launcher": "single"})
+    assert read_config(directory.config) == Config()
+    assert len(json.loads(directory.environment.read_text())) == 1
+    new = RunDirectory(tmp_path / "new")
+    new.check(Config())
+    assert not new.path.exists(), "looking makes nothing"
 
 
 def test_a_changed_configuration_is_refused_with_keys_and_both_values(tmp_path: Path) -> None:

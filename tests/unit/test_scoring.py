@@ -68,7 +68,10 @@ def test_subwords_are_refused_and_the_line_is_named(line: str) -> None:
 
 
 def test_text_that_only_looks_a_little_like_subwords_is_scored() -> None:
-    refuse_subwords(["@@ -1,3 +1,4 @@", "a @@ b", "me@@here", "a_b", "e-mail: me@example.org"], "out.de")
+    lines = ["@@ -1,3 +1,4 @@", "a @@ b", "me@@here", "a_b", "e-mail: me@example.org"]
+    refuse_subwords(lines, "out.de")
+    [bleu, chrf, *_] = corpus_scores(lines, TestSet([lines], "de"))
+    assert (bleu.value, chrf.value) == (pytest.approx(100), pytest.approx(100)), "as they are, nothing taken out"
 
 
 def test_unequal_and_empty_files_are_refused_with_both_counts() -> None:
