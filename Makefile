@@ -44,6 +44,8 @@ bench: install
 	$(BIN)/python benchmarks/plan_quality.py --json benchmarks/results/plan_quality.json
 	$(BIN)/python benchmarks/train_throughput.py --setup
 	$(BIN)/python benchmarks/train_throughput.py --against torch,fairseq,eole --json benchmarks/results/train_throughput.json
+	$(BIN)/python benchmarks/train_throughput.py --against torch,eole --parts against --dtypes bf16 --train.kernels=native \
+		--json benchmarks/results/train_throughput_native.json
 	$(BIN)/python benchmarks/parallel_overhead.py --json benchmarks/results/parallel_overhead.json
 	$(BIN)/python benchmarks/decode_throughput.py --setup
 	$(BIN)/python benchmarks/decode_throughput.py --against huggingface --json benchmarks/results/decode_throughput.json

@@ -24,12 +24,14 @@ from data_pipeline.shards import ShardReader
 from dist_tfm.config.schema import Config, ModelConfig
 from dist_tfm.engine.base import to_device
 from dist_tfm.errors import RunError
+from dist_tfm.kernels.native import load_kernels
 from dist_tfm.metrics.flops import length_sums, measured_gemm_peak, training_flops
 from dist_tfm.model.initialization import initialize
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.building import build_engine
 from dist_tfm.training.loss import TranslationLoss
+from dist_tfm.training.native import NativeRowLoss, use_counted_dropout
 from dist_tfm.training.optim import parameter_groups
 from dist_tfm.training.randomness import SeededRunner
 from dist_tfm.training.schedule import rate_function
@@ -105,6 +107,10 @@ class BareLoop:
         model.packed = config.data.packing
         model.to(device)
         self._loss = TranslationLoss(model, config.train.label_smoothing)
+        if config.train.kernels == "native":
+            kernels = load_kernels()
+            self._loss = TranslationLoss(model, config.train.label_smoothing, of_rows=NativeRowLoss(kernels))
+            use_counted_dropout(model, kernels)
         self._weights: list[Tensor] = list(model.parameters())
         self._masters = self._weights
         groups = parameter_groups(model, config.optim)

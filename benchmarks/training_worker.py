@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers import answer_requests
+from dist_tfm.parallel.memory import keep_freed_memory
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 Scores = Callable[[Tensor, Tensor], Tensor]
@@ -222,5 +223,6 @@ class Worker:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as train.py does
     worker = Worker()
     answer_requests({"load": worker.load, "train": worker.train})
