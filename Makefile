@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test lint format bench torture slurm-deps clean
+.PHONY: install quickstart test lint format bench torture slurm-deps compiler-deps clean
 
 install: $(STAMP)
 
@@ -57,22 +57,29 @@ bench: install
 torture: install
 	$(BIN)/python tests/integration/torture.py --kills 20
 
-# What tests/slurm runs its own cluster with (Debian, Ubuntu). Nothing is started, and nothing outside of a test's folder
-# is used. Without it these tests are skipped.
-SLURM_PACKAGES := slurmctld slurmd slurm-client munge
-slurm-deps:
+# What tests need beside Python packages (Debian, Ubuntu): $(1) the commands, $(2) their packages.
+define packages
 	@PATH="$$PATH:/usr/sbin:/sbin"; missing=; \
-	for name in slurmctld slurmd munged sbatch srun; do command -v $$name >/dev/null || missing=1; done; \
+	for name in $(1); do command -v $$name >/dev/null || missing=1; done; \
 	if [ -z "$$missing" ]; then \
-		echo "Slurm is installed: $$(slurmd -V)"; \
+		echo "installed: $(1)"; \
 	elif ! command -v apt-get >/dev/null; then \
-		echo "error: install slurmctld, slurmd, the Slurm client commands and munge with your package manager"; exit 2; \
+		echo "error: $(1) are needed: install them with your package manager"; exit 2; \
 	elif [ "$$(id -u)" != 0 ]; then \
-		echo "error: root is needed; type: sudo apt-get install --no-install-recommends $(SLURM_PACKAGES)"; exit 2; \
+		echo "error: root is needed; type: sudo apt-get install --no-install-recommends $(2)"; exit 2; \
 	else \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-			apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) && slurmd -V; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(2); \
 	fi
+endef
+
+# tests/slurm runs a cluster of its own: nothing is started, and nothing outside of a test's folder is used. Without it
+# these tests are skipped.
+slurm-deps:
+	$(call packages,slurmctld slurmd munged sbatch srun,slurmctld slurmd slurm-client munge)
+
+# tests/unit/test_kernels.py compiles what train.kernels=native runs; without it these tests are skipped.
+compiler-deps:
+	$(call packages,g++,g++ libc6-dev)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
