@@ -7,7 +7,7 @@
     python benchmarks/train_throughput.py --against torch,fairseq,eole
                                                                 all that, and base dimensions beside these peers
     python benchmarks/train_throughput.py --train.kernels=native ...
-                                                                ours with compiled kernels (dist_tfm-native-DTYPE)
+                                                                ours with compiled kernels (dist_tfm-DTYPE-cpp)
 
 Real tokens a second (source + target, pads not counted) of the real loader, model, loss and engine; each dtype in a
 process of its own, so that its peak of memory is its own.

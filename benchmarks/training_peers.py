@@ -202,6 +202,6 @@ def _record_speeds(
     for name, times in seconds.items():
         share = statistics.median(map(partial(model_flops_utilisation, peak=peak), flops, times))
         speed = statistics.median(count / t for count, t in zip(tokens, times, strict=True))
-        own = "dist_tfm" if config.train.kernels == "torch" else f"dist_tfm-{config.train.kernels}"
-        row = f"{own if name == 'ours' else name}-{dtype}"
+        compiled = "-cpp" if name == "ours" and config.train.kernels == "native" else ""
+        row = f"{'dist_tfm' if name == 'ours' else name}-{dtype}{compiled}"
         recorder.add(row, speed, "tokens/s", None if name == "ours" else paired_ratio(times, seconds["ours"]), share)
