@@ -135,7 +135,7 @@ class Exhaustive(LengthPenalty):
 @EVERY_PENALTY
 def test_stopping_early_changes_nothing_and_saves_steps(penalty: LengthPenalty) -> None:
     saved = 0
-    for seed, beam, ending in itertools.product(range(6), (2, 5), (-1.0, 1.5)):
+    for seed, beam, ending in itertools.product(range(3), (2, 5), (-1.0, 1.5)):
         for n_best in {1, 2, beam}:
             tables = [Table(seed, ending), Table(100 + seed, ending)]
             options = SearchOptions(beam, penalty, n_best)
@@ -146,7 +146,7 @@ def test_stopping_early_changes_nothing_and_saves_steps(penalty: LengthPenalty) 
             assert found == everything
             assert len(late.rows) == 15, "limit 14, and a step for the EOS after it"
             saved += len(late.rows) - len(early.rows)
-    assert saved > 80
+    assert saved > 40
 
 
 @EVERY_PENALTY

@@ -6,7 +6,6 @@ No test here looks at a time: only at what is measured, and how it is put togeth
 import json
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from dist_tfm.config.schema import Config, ModelConfig, PrecisionConfig, Schedul
 from tests import oracle
 from tests.batches import VOCABULARY, step_batches
 from tests.data_factory import random_lengths
-from tests.jobs import clean_environment, small_project
+from tests.jobs import run_program, small_project
 
 KEYS = ["name", "value", "unit", "ratio", "peak_fraction", "command", "machine", "commit", "date"]
 SCRIPTS = (
@@ -303,14 +302,11 @@ def run_benchmark(script: str, folder: Path, *arguments: str) -> list[dict[str, 
     """Runs `benchmarks/SCRIPT.py --quick` on a very small project; its rows."""
     config, rows = small_project(folder), folder / "rows.json"
     command = [sys.executable, f"benchmarks/{script}.py", "--quick", "--config", str(config), "--json", str(rows)]
-    environment = {**clean_environment(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments], cwd=harness.ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program([*command, *arguments], cwd=harness.ROOT)
+    assert done.returncode == 0, done.stderr.decode()
     found: list[dict[str, Any]] = json.loads(rows.read_text(encoding="utf-8"))
     check_rows(found)
-    assert done.stdout.count("\n| ") == len(found), done.stdout
+    assert done.stdout.decode().count("\n| ") == len(found), done.stdout.decode()
     return found
 
 
