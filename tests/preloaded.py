@@ -16,10 +16,9 @@ import_deepspeed(torch.device("cpu"))
 # another two seconds.
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-# What most programs import besides.
+# What most programs import besides (not sacrebleu, which reads where its cache is when it is imported).
 for name in (
     "pydantic",
-    "sacrebleu",
     "safetensors.torch",
     "sentencepiece",
     "torch.utils.tensorboard",
