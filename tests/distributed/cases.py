@@ -25,6 +25,8 @@ from tests.distributed.build import build_engine, evaluate, gather_state, train_
 from tests.oracle import Recipe, build_model, summed_loss
 
 SAVE_STEP = 5
+GO_ON = 2
+"""Steps after a checkpoint was loaded: the first shows the weights, the second what the first did with the moments."""
 
 
 def manager_of(run: Path, topology: Topology, keep: int = 3) -> CheckpointManager:

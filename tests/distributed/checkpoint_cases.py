@@ -19,7 +19,7 @@ from dist_tfm.engine.base import STATE_KINDS
 from dist_tfm.errors import DistTfmError
 from dist_tfm.parallel.topology import Topology
 from tests.distributed.build import build_engine, gather_state, train_steps
-from tests.distributed.cases import SAVE_STEP, manager_of, save
+from tests.distributed.cases import GO_ON, SAVE_STEP, manager_of, save
 from tests.oracle import Recipe
 
 OTHER_SEED = 99
@@ -35,7 +35,7 @@ def loading(topology: Topology, folder: Path, source: str, stage: int, recipe: R
     counters = manager.load(checkpoint, engine)
     again = save(engine, manager_of(folder / f"again_{topology.world.size}_{name}", topology), SAVE_STEP, folder)
     identical = same_state(checkpoint, again) if topology.is_main else True
-    steps = train_steps(engine, topology, recipe, SAVE_STEP + 1, recipe.steps)
+    steps = train_steps(engine, topology, recipe, SAVE_STEP + 1, SAVE_STEP + GO_ON)
     engine.close()
     return {"identical": identical, "counters": counters, "steps": steps}
 

@@ -21,7 +21,7 @@ from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.loss import StageLoss
 from dist_tfm.training.randomness import SeededRunner
 from tests.distributed.build import arranged, build_engine, gather_state, train_step, train_steps, weighed
-from tests.distributed.cases import SAVE_STEP, _write_state, evaluated_batch, manager_of, save
+from tests.distributed.cases import GO_ON, SAVE_STEP, _write_state, evaluated_batch, manager_of, save
 from tests.distributed.checkpoint_cases import OTHER_SEED, same_state
 from tests.distributed.compare import BF16_TENSOR_TOLERANCE, TOLERANCES, Tolerance
 from tests.oracle import Recipe
@@ -140,7 +140,7 @@ def loading(topology: Topology, folder: Path, source: str, name: str, loaded: Cu
     manager.load(checkpoint, engine)
     again = save(engine, manager_of(folder / f"again_{name}", topology), SAVE_STEP, folder)
     identical = same_state(checkpoint, again) if topology.is_main else True
-    steps = train_steps(engine, here, loaded.recipe, SAVE_STEP + 1, loaded.recipe.steps)
+    steps = train_steps(engine, here, loaded.recipe, SAVE_STEP + 1, SAVE_STEP + GO_ON)
     engine.close()
     return {"identical": identical, "steps": steps}
 

@@ -12,7 +12,7 @@ from tests.distributed.pipeline_cases import Cut
 from tests.oracle import Recipe
 
 BASE = Recipe()  # post-norm, four micro-batches, dropout on
-PRE = {count: replace(BASE, norm="pre", micro_batches=count) for count in (1, 2, 5)}
+PRE = {count: replace(BASE, norm="pre", micro_batches=count, steps=7) for count in (1, 2, 5)}
 BF16 = replace(BASE, precision="bf16")
 AUTOCAST = replace(BASE, precision="bf16-autocast")
 

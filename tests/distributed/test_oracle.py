@@ -40,7 +40,7 @@ def within(found: Tolerance, allowed: Tolerance) -> bool:
 
 
 @pytest.mark.parametrize(("world", "exact"), RUNS)
-def test_ten_steps_equal_the_oracle(worlds: Worlds, world: str, exact: Exact) -> None:
+def test_every_step_equals_the_oracle(worlds: Worlds, world: str, exact: Exact) -> None:
     by_rank = worlds.results(world, exact.name)
     found = measure(by_rank[0]["steps"], worlds.folder / f"{world}_{exact.name}.safetensors", exact.recipe)
     assert within(found, tolerance_of(exact)), found
@@ -192,6 +192,7 @@ def test_evaluation_and_plain_module_use_the_current_weights(worlds: Worlds, wor
 
 def test_plans_cover_what_they_should() -> None:
     """Stages 0 to 3 on 1 to 4 ranks in fp32; accumulation 1, 2 and 4; pre-norm on each; every bf16 stage on 2."""
+    assert all(exact.recipe.steps == 10 for exact in FP32)
     for world, runs in EXACT.items():
         assert set(FP32) <= set(runs), world
         assert any(exact.recipe.norm == "pre" for exact in runs), world
