@@ -14,8 +14,8 @@ def test_five_hundred_pairs_are_recited(tmp_path: Path) -> None:
             1,
             *("--config", str(config), "--model.d_model=128", "--model.d_ff=256", "--model.dropout=0"),
             *("--tokenizer.vocab_size=1200", "--data.batch_tokens=1500", "--data.micro_batches=1"),
-            *("--schedule.peak=3.0e-3", "--schedule.warmup=60", "--train.label_smoothing=0", "--train.steps=320"),
-            *("--train.validate_every=320", "--checkpoint.every_steps=0", "--decode.valid_sentences=500"),
+            *("--schedule.peak=4.0e-3", "--schedule.warmup=40", "--train.label_smoothing=0", "--train.steps=200"),
+            *("--train.validate_every=200", "--checkpoint.every_steps=0", "--decode.valid_sentences=500"),
             *("--log.every_steps=40", "--decode.max_extra=50"),
         )
     )
