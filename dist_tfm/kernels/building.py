@@ -80,9 +80,15 @@ def _compile(command: list[str]) -> None:
 
 
 def _cache(variables: Mapping[str, str]) -> Path:
-    root = variables.get("XDG_CACHE_HOME", "")
-    # As the XDG specification has it, a relative path counts as none.
-    base = Path(root) if Path(root).is_absolute() else Path("~/.cache").expanduser()
+    base = Path(variables.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # which, as the XDG specification has it, counts as none
+        try:
+            base = Path("~/.cache").expanduser()
+        except RuntimeError:  # a user whom the system does not know, as containers have them
+            raise ConfigError(
+                "train.kernels: no place for the compiled kernels, since this user has no home directory: name a "
+                f"folder that can be written in the variable XDG_CACHE_HOME, {CHOICE}"
+            ) from None
     return base / "dist_tfm" / "kernels"
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import pwd
 import shutil
 import threading
 from pathlib import Path
@@ -255,6 +256,10 @@ def test_what_cannot_be_built_is_said_in_one_sentence(tmp_path: Path, monkeypatc
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot keep the compiled kernels in .*XDG_CACHE_HOME"):
         build({**variables, "XDG_CACHE_HOME": str(tmp_path / "file")})
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match=r"this user has no home directory: name a folder .*XDG_CACHE_HOME"):
+        build({**variables, "XDG_CACHE_HOME": "relative"})
     (tmp_path / "kernels.so").write_text("no library")
     with pytest.raises(ConfigError, match=r"cannot load .*kernels.so"):
         Kernels(tmp_path / "kernels.so")
