@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,15 +45,19 @@ class FlexAttend:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "flex_attention called without torch.compile")  # this module says so
                 return flex_attention(query, key, value, score_mod=hide, block_mask=blocks)
-        # Beyond torch's own limit it would go on uncompiled, with all scores in memory, and say nothing.
+        # A run has more kinds of batches than torch's own limit (8).
         with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
             return _compiled()(query, key, value, score_mod=hide, block_mask=blocks)
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    """flex_attention for a GPU, with sizes as symbols: one kernel for all shapes."""
-    return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=True))
+def _compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Tensor]:
+    """flex_attention for a GPU, with sizes as symbols: one kernel for all shapes.
+
+    In one graph or not at all (fullgraph): what torch cannot compile, or will not for the number of graphs, would
+    otherwise run uncompiled, with all scores in memory, and say nothing.
+    """
+    return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend))
 
 
 @lru_cache(maxsize=256)

@@ -62,7 +62,7 @@ def test_shapes_share_compiled_graphs() -> None:
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(flex_attention.flex_attention, dynamic=True, backend=backend)
+    compiled = flex_attention._compiled(backend)
     patched = pytest.MonkeyPatch()
     patched.setattr(flex_attention, "flex_attention", compiled)
     shapes = (3, 3, 1), (4, 3, 9), (5, 4, 12), (6, 0, 17), (3, 7, 1), (7, 1, 140), (4, 0, 150)
@@ -77,6 +77,17 @@ def test_shapes_share_compiled_graphs() -> None:
     finally:
         patched.undo()
     assert len(graphs) <= 3
+
+
+def test_more_graphs_than_are_allowed_end_a_run_instead_of_running_uncompiled() -> None:
+    torch.compiler.reset()  # graphs of other tests count, too
+    compiled = flex_attention._compiled(lambda graph, _: graph.forward)
+    mask = flex_attention._blocks(150, 150, True, None, torch.device("cpu"))
+    one, many = (torch.randn(batch, 2, 150, 16) for batch in (1, 3))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled(one, one, one, block_mask=mask)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            compiled(many, many, many, block_mask=mask)
 
 
 def test_a_model_decodes_as_it_does_with_another_kernel() -> None:
