@@ -4,7 +4,7 @@ Its BF16_Optimizer keeps the gradients of each parameter group in one flat fp32 
 zeros twice a step, adds the first micro-batch's gradients to the zeros, and copies the flat tensor to another one and
 back to sum it over ranks: eight passes over all gradients, which a CPU's memory feels (docs/benchmarks.md). Here the
 first micro-batch is copied over what was there, and ranks sum in place, if there is more than one.
-The names are those of DeepSpeed 0.19.
+The names are those of DeepSpeed 0.19; where one is missing, training does not begin.
 """
 
 from typing import Any
@@ -13,11 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dist_tfm.errors import RunError
+
+_REPLACED = ("_update_hp_grad", "clear_hp_grads")
+
 
 class FlatGradients:
-    """Takes the place of two methods of a BF16_Optimizer. The engine must not reduce gradients: `reduce` does."""
+    """Takes the place of two methods of a BF16_Optimizer. The engine must not reduce gradients: `reduce` does.
+
+    Raises RunError where the optimizer has not these methods: others, unknown here, would add to what is never cleared.
+    """
 
     def __init__(self, optimizer: Any) -> None:
+        if missing := [name for name in _REPLACED if not hasattr(optimizer, name)]:
+            raise RunError(
+                f"bf16 at ZeRO stage 1: expected {' and '.join(missing)} in DeepSpeed's BF16_Optimizer, found none: "
+                "install DeepSpeed 0.19.8"
+            )
         self._optimizer = optimizer
         optimizer._update_hp_grad = self._add
         optimizer.clear_hp_grads = self._forget

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_tfm.engine.flat_gradients import FlatGradients
+from dist_tfm.errors import RunError
 
 GROUP = object()
 
@@ -27,6 +28,8 @@ def optimizer_of(weights: list[Tensor]) -> Any:
         fp32_groups_gradients_flat=[flat],
         fp32_groups_has_gradients=[[False] * len(weights)],
         real_dp_process_group=[GROUP],
+        _update_hp_grad=None,
+        clear_hp_grads=None,
     )
 
 
@@ -62,6 +65,14 @@ def test_gradients_add_up_in_fp32_and_none_is_left_of_the_step_before(monkeypatc
     assert flat.tolist() == [1.0] * 6 + [0.0] * 8
     assert reduced[0] is flat  # in place
     assert optimizer.fp32_groups_has_gradients == [[True, False, False]]
+
+
+def test_an_optimizer_of_an_unknown_release_is_refused_before_anything_is_replaced() -> None:
+    optimizer = optimizer_of([nn.Parameter(torch.zeros(1))])
+    del optimizer._update_hp_grad
+    with pytest.raises(RunError, match=r"expected _update_hp_grad in DeepSpeed's BF16_Optimizer, found none"):
+        FlatGradients(optimizer)
+    assert optimizer.clear_hp_grads is None
 
 
 def test_other_optimizers_are_left_alone() -> None:
