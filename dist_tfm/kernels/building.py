@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
+from data_pipeline.files import rename_durably, sync_file
 from dist_tfm.errors import ConfigError
 
 SOURCE = "kernels.cpp"
@@ -33,7 +34,8 @@ def build(variables: Mapping[str, str] = os.environ) -> Path:
     """The shared library, compiled by $CXX (g++) if the cache has none of this source, compiler, options and processor.
 
     The cache is $XDG_CACHE_HOME/dist_tfm/kernels (~/.cache/dist_tfm/kernels). Processes may build at once, also on
-    hosts that share it: each compiles into a file of its own, which takes its place as a whole.
+    hosts that share it: each compiles into a file of its own, which takes its place as a whole once it is on the disk:
+    a library that is cut short would end whoever loads it by a signal.
     Raises ConfigError where there is no compiler, it fails, or the cache cannot be written.
     """
     source = resources.files(__package__).joinpath(SOURCE).read_bytes()
@@ -53,7 +55,9 @@ def build(variables: Mapping[str, str] = os.environ) -> Path:
             made = Path(folder) / place.name
             (Path(folder) / SOURCE).write_bytes(source)
             _compile([*command, str(Path(folder) / SOURCE), "-o", str(made)])
-            made.replace(place)
+            with made.open("rb") as file:
+                sync_file(file)
+            rename_durably(made, place)
     except OSError as error:
         raise ConfigError(
             f"train.kernels: cannot keep the compiled kernels in {place.parent}: {error.strerror or error}; name a "

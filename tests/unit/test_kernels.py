@@ -239,6 +239,20 @@ def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path, librar
     assert found[0].parent.name == library.parent.name  # the same key in another cache
 
 
+@pytest.mark.usefixtures("library")
+def test_a_library_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, int]] = []
+
+    def sync(descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        synced.append((Path(f"/proc/self/fd/{descriptor}").resolve().name, size))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    place = build({**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
+    assert [name for name, _ in synced] == [place.name, place.parent.name]
+    assert synced[0][1] == place.stat().st_size
+
+
 def test_what_cannot_be_built_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(tmp_path / "cache")}
     with pytest.raises(ConfigError, match="expected no-such-compiler, found none: install it"):
