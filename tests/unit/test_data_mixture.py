@@ -47,7 +47,7 @@ def epochs_of(steps: list[StepBatches], number: int, first: int, pairs: int) -> 
     return [ids[at : at + pairs] for at in range(0, len(ids), pairs)]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     members=st.lists(corpora, min_size=1, max_size=3),
     config=configs(extra=2),
