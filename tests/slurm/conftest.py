@@ -85,12 +85,18 @@ Submit = Callable[..., str]
 
 
 @pytest.fixture
-def submit(cluster: Cluster, project: Project) -> Submit:
-    """Submits a script of slurm/ for a run of the project: submit(SCRIPT, NAME, *words, options=..., **variables)."""
+def submit(cluster: Cluster, project: Project) -> Iterator[Submit]:
+    """Submits a script of slurm/ for a run of the project: submit(SCRIPT, NAME, *words, options=..., **variables).
+
+    Jobs that a failed test leaves are cancelled: they may have no end."""
+    jobs: list[str] = []
 
     def submit_run(script: str, name: str, *words: str, options: tuple[str, ...] = (), **variables: str) -> str:
         everything = (*project.arguments, f"--train.run_dir={project.run(name)}", *words)
         config = str(project.config_of(name))
-        return cluster.submit(script, *everything, options=options, DIST_TFM_CONFIG=config, **variables)
+        jobs.append(cluster.submit(script, *everything, options=options, DIST_TFM_CONFIG=config, **variables))
+        return jobs[-1]
 
-    return submit_run
+    yield submit_run
+    if jobs:
+        cluster.try_command("scancel", *jobs)  # says nothing of jobs that have ended
