@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 import sys
+import time
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -286,6 +287,10 @@ def read_saved_sections(path: Path, sections: Mapping[str, type]) -> dict[str, A
     return build_sections(layers, sections)
 
 
+HEAD_START = 5.0
+"""Seconds by which a process that leaves an error to another one ends later, unless its launcher ends it before."""
+
+
 def run_main(main: Callable[[], int], announce: Callable[[DistTfmError], bool] = lambda _: True) -> NoReturn:
     """Runs a program's main and exits with its code; a user's error is shown as one sentence, without a traceback.
 
@@ -297,6 +302,8 @@ def run_main(main: Callable[[], int], announce: Callable[[DistTfmError], bool] =
     except DistTfmError as error:
         if announce(error):
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:  # launchers kill all processes when the first one fails: the one that speaks must have spoken by then
+            time.sleep(HEAD_START)
         code = error.exit_code
     except BrokenPipeError:
         # The reader of our output has gone (`| head`): nothing is left to say, not even at interpreter exit.

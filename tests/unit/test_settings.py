@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline import settings
 from data_pipeline.api import DataConfig, TokenizerConfig
 from data_pipeline.errors import ConfigError
 from data_pipeline.settings import (
@@ -256,3 +257,21 @@ def test_origins_name_the_file_that_set_a_value(tmp_path: Path) -> None:
     read_yaml_layers(tmp_path / "c.yaml", layers)
     assert layers.origins["model.d_model"].endswith("base.yaml")
     assert layers.origins["model.heads"].endswith("c.yaml")
+
+
+@pytest.mark.parametrize(("speaks", "pauses"), [(True, []), (False, [settings.HEAD_START])])
+def test_who_leaves_an_error_to_another_process_ends_after_it(
+    speaks: bool, pauses: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher kills all others as soon as one has failed: also the one that has not yet said why."""
+    waited: list[float] = []
+    monkeypatch.setattr("data_pipeline.settings.time.sleep", waited.append)
+
+    def fails() -> int:
+        raise ConfigError("decode.beem: unknown key")
+
+    with pytest.raises(SystemExit) as end:
+        settings.run_main(fails, lambda _: speaks)
+    assert end.value.code == 2
+    assert waited == pauses
+    assert capsys.readouterr().err == ("error: decode.beem: unknown key\n" if speaks else "")
