@@ -35,6 +35,7 @@ TRAINING_PACKAGES: Mapping[str, tuple[str, ...]] = {
         *("setuptools==80.9.0", "wheel==0.48.0", "cython==3.3.1"),  # its source is built with these
         *("hydra-core==1.3.2", "omegaconf==2.3.0", "antlr4-python3-runtime==4.9.3", "bitarray==3.12.3"),
         *("scikit-learn==1.9.1", "scipy==1.17.1", "joblib==1.6.0", "threadpoolctl==3.8.0", "narwhals==2.29.0"),
+        "cloudpickle==3.1.3",
         "fairseq-fixed==0.12.3.1",
     ),
     "eole": (
