@@ -40,6 +40,7 @@ SCRIPTS = (
     "plan_quality",
     "tiny_trials",
     "train_throughput",
+    "train_throughput_native",
 )
 RECORDED = sorted(tables.RESULTS.glob("*.json"))
 
