@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from benchmarks.harness import Recorder, add_common_options, finish, positive, say, start_recording
+from benchmarks.harness import Recorder, add_common_options, finish, positive, say, start_recording, write_rows
 from data_pipeline.settings import run_main
 
 NORMS, DEPTHS = ("post", "pre", "deep"), (6, 12, 24)
@@ -66,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
                 keys |= {f"model.{side}_layers": str(depth) for side in ("encoder", "decoder")}
                 outcomes = train_seeds(folder, f"{norm}-{depth}", keys, steps, range(1, seeds + 1), topology)
                 record(recorder, f"{norm}-{depth}", [outcome.nll for outcome in outcomes], unigram)
+                if options.json is not None:
+                    write_rows(options.json, recorder.rows)  # an hour's rows outlive a run that is ended early
     return finish(recorder, options.json)
 
 

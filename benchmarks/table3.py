@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from benchmarks.harness import Recorder, add_common_options, finish, positive, say, start_recording
+from benchmarks.harness import Recorder, add_common_options, finish, positive, say, start_recording, write_rows
 from data_pipeline.errors import RunError
 from data_pipeline.settings import run_main
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         prog="table3.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_common_options(parser)
-    parser.add_argument("--steps", type=positive, default=200, metavar="N", help="training steps of each (default 200)")
+    parser.add_argument("--steps", type=positive, default=500, metavar="N", help="training steps of each (default 500)")
     parser.add_argument("--seeds", type=positive, default=2, metavar="N", help="runs of each row (default 2)")
     parser.add_argument("--only", nargs="+", choices=ROWS, default=[*ROWS], metavar="ROW", help="these rows alone")
     options = parser.parse_args(list(argv))
@@ -117,6 +117,8 @@ def main(argv: Sequence[str]) -> int:
             outcomes = train_seeds(folder, name, keys, steps, range(1, seeds + 1), topology)
             table[name] = summary(name, [(o.nll, o.bleu) for o in outcomes], outcomes[0].parameters)
             record(recorder, name, table[name])
+            if options.json is not None:
+                write_rows(options.json, recorder.rows)  # an hour's rows outlive a run that is ended early
     print(beside_the_paper(table))
     return finish(recorder, options.json)
 

@@ -115,11 +115,13 @@ def measure_against(
         engine = build_engine(config, VOCABULARY, topology)
         stack.callback(engine.close)
         ours = Ours(engine)
-        theirs = {name: _start(name, config, topology, threads, stack, recorder) for name in peers}
-        files = [_write(batches, folder / f"round_{number}.npz") for number, batches in enumerate(rounds)]
-        calls: dict[str, Callable[[], float]] = {"ours": _in_turn(ours.train, rounds)}
-        calls |= {name: _in_turn(peer.train, files) for name, peer in theirs.items()}
-        seconds = interleave(calls, len(rounds))
+        start = partial(_start, config=config, topology=topology, threads=threads)
+        with contextlib.ExitStack() as together:
+            theirs = {name: start(name, stack=together) for name in peers}
+            files = [_write(batches, folder / f"round_{number}.npz") for number, batches in enumerate(rounds)]
+            calls: dict[str, Callable[[], float]] = {"ours": _in_turn(ours.train, rounds)}
+            calls |= {name: _in_turn(peer.train, files) for name, peer in theirs.items()}
+            seconds = interleave(calls, len(rounds))
         kind = torch.float32 if dtype == "fp32" else torch.bfloat16
         peak = measured_gemm_peak(topology.device, kind, seconds=0.3)
         _record_speeds({name: times[1:] for name, times in seconds.items()}, rounds[1:], config, peak, recorder)
@@ -128,8 +130,10 @@ def measure_against(
         own = peak_memory_bytes(topology.device)
         name = f"memory-{comparison.memory_budget}"
         recorder.add(f"{name}-ours-{dtype}", own, "bytes")
-        for peer, contender in theirs.items():
-            contender.train(file)
+        for peer in peers:  # each alone: together they may not fit into memory
+            with contextlib.ExitStack() as alone:
+                contender = start(peer, stack=alone)
+                contender.train(file)
             recorder.add(f"{name}-{peer}-{dtype}", contender.memory, "bytes", own / contender.memory)
 
 
@@ -154,9 +158,7 @@ def _draw_batches(config: Config, comparison: Comparison, folder: Path) -> tuple
         return rounds, loader.largest_batches()[0]
 
 
-def _start(
-    name: str, config: Config, topology: Topology, threads: int, stack: contextlib.ExitStack, recorder: Recorder
-) -> Theirs:
+def _start(name: str, *, config: Config, topology: Topology, threads: int, stack: contextlib.ExitStack) -> Theirs:
     peer = stack.enter_context(Peer(name, WORKER, threads))
     model = config.model
     sizes = {
