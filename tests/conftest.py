@@ -1,5 +1,6 @@
 """How the tests share two cores: one thread a process, files kept together, the longest first."""
 
+import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: two workers with two threads each would fight
@@ -34,3 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no worker is left with one of them at the end."""
     order = ("distributed", "slurm", "integration", "gpu", "unit")
     items.sort(key=lambda item: order.index(item.path.parent.name) if item.path.parent.name in order else len(order))
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is looked for among what tests make, not each time among half a million objects of modules too."""
+    gc.freeze()

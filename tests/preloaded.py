@@ -12,8 +12,7 @@ from dist_tfm.engine.deepspeed_engine import import_deepspeed
 
 torch.set_num_threads(1)
 import_deepspeed(torch.device("cpu"))
-# What the first optimizer and the first engine of a process import (torch's compiler, though nothing is compiled) takes
-# another two seconds.
+# Torch's compiler, which ZeRO stage 3 and torch's own optimizers import though nothing is compiled, takes two seconds.
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # What most programs import besides (not sacrebleu, which reads where its cache is when it is imported).

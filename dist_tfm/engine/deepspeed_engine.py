@@ -22,6 +22,7 @@ from data_pipeline.api import Batch
 from dist_tfm.config.schema import OptimConfig, PrecisionConfig
 from dist_tfm.engine.base import EngineFacts, Fragment, LossSums, StepResult
 from dist_tfm.engine.ds_config import deepspeed_config
+from dist_tfm.engine.eager_adam import EagerAdamW
 from dist_tfm.engine.flat_gradients import FlatGradients
 from dist_tfm.engine.fragments import (
     accumulated_gradient,
@@ -226,7 +227,7 @@ def _build_adam(
     if zero_stage == 0:
         total = topology.axes.model.sum
         return GuardedAdam(groups, optim.clip_norm, counts=lambda p: tag_of(p).writer, total=total, **settings)
-    return torch.optim.AdamW(groups, **settings)
+    return EagerAdamW(groups, **settings)
 
 
 def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dist_tfm.engine.eager_adam import EagerAdamW
 
-class GuardedAdam(torch.optim.AdamW):
+
+class GuardedAdam(EagerAdamW):
     """AdamW that computes the global gradient norm, clips by it, and skips the update if it is not finite.
 
     A plain optimizer at stage 0 would apply NaN, and its norm would not be known. DeepSpeed's engine reads

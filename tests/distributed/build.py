@@ -1,6 +1,7 @@
 """Builds the real engine for a recipe of the oracle, and reads its state back, inside one rank of a test world."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -149,22 +150,23 @@ def gather_state(engine: DeepSpeedEngine, kinds: Sequence[str] = STATE_KINDS) ->
     Asserts that each element comes from exactly one rank.
     """
     fragments = {f.tag.name: f for f in engine.fragments(divide=True) if f.tag.writer}
-    state: dict[str, Tensor] = {}
-    for name, shape in _shapes(engine._model.config, engine._model.vocab_size).items():
-        whole = torch.zeros(len(kinds) + 1, *shape)
-        if (fragment := fragments.get(name)) is not None:
-            tag = fragment.tag
-            local = whole.narrow(1 + tag.dim, tag.low, tag.high - tag.low)
-            rows = torch.zeros(len(kinds) + 1, local[0].numel())
-            place = slice(fragment.start, fragment.start + fragment.numel)
-            for row, kind in zip(rows, kinds, strict=False):
-                row[place] = fragment.views[kind]
-            rows[-1, place] = 1
-            local.copy_(rows.view_as(local))
-        dist.all_reduce(whole)
+    shapes, rows = _shapes(engine._model.config, engine._model.vocab_size), len(kinds) + 1
+    everything = torch.zeros(sum(rows * math.prod(shape) for shape in shapes.values()))
+    parts = everything.split([rows * math.prod(shape) for shape in shapes.values()])
+    wholes = {name: part.view(rows, *shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    for name, fragment in fragments.items():
+        tag = fragment.tag
+        local = wholes[name].narrow(1 + tag.dim, tag.low, tag.high - tag.low)
+        own = torch.zeros(rows, local[0].numel())
+        place = slice(fragment.start, fragment.start + fragment.numel)
+        for row, kind in zip(own, kinds, strict=False):
+            row[place] = fragment.views[kind]
+        own[-1, place] = 1
+        local.copy_(own.view_as(local))
+    dist.all_reduce(everything)  # once: a message costs more than what is in it
+    for name, whole in wholes.items():
         assert bool((whole[-1] == 1).all()), f"{name} is not covered exactly once"
-        state |= {f"{kind}/{name}": part for kind, part in zip(kinds, whole, strict=False)}
-    return state
+    return {f"{kind}/{name}": whole[k].clone() for name, whole in wholes.items() for k, kind in enumerate(kinds)}
 
 
 def evaluate(engine: DeepSpeedEngine, topology: Topology, batch: Batch) -> LossSums:
@@ -180,6 +182,7 @@ def whole_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     return _shapes(recipe.model, recipe.vocabulary)
 
 
+@cache
 def _shapes(model: ModelConfig, vocabulary: int) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in Transformer(model, vocabulary).named_parameters()}

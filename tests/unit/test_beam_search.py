@@ -283,7 +283,7 @@ def sources(seed: int, lengths: tuple[int, ...] = (9, 1, 5, 3, 7, 2)) -> Tensor:
 
 
 class UncachedScorer:
-    """Every step runs the whole model over everything so far, one hypothesis at a time, without padding."""
+    """Every step runs the whole model over everything so far, one sentence at a time, without padding."""
 
     def __init__(self, model: Transformer, source: Tensor) -> None:
         self._model, self._source = model, [row[row != PAD][None] for row in source]
@@ -293,11 +293,12 @@ class UncachedScorer:
     def step(self, tokens: Ids) -> Tensor:
         width = len(tokens) // len(self._source)
         self._prefixes = [[*prefix, int(token)] for prefix, token in zip(self._prefixes, tokens, strict=True)]
-        rows = []
-        for row, prefix in enumerate(self._prefixes):
-            hidden = self._model(self._source[row // width], torch.tensor([prefix]))
-            rows.append(self._model.logits(hidden)[0, -1].double().log_softmax(-1))
-        return torch.stack(rows)
+        scores = []
+        for number, source in enumerate(self._source):
+            prefixes = torch.tensor(self._prefixes[number * width : (number + 1) * width])
+            hidden = self._model(source.expand(width, -1), prefixes)
+            scores.append(self._model.logits(hidden)[:, -1].double().log_softmax(-1))
+        return torch.cat(scores)
 
     def select(self, hypotheses: Ids, sentences: Ids) -> None:
         self._prefixes = [self._prefixes[i] for i in hypotheses]
