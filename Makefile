@@ -42,6 +42,7 @@ bench: install
 	$(BIN)/python benchmarks/loader_peers.py --setup
 	$(BIN)/python benchmarks/loader_peers.py --json benchmarks/results/loader_peers.json
 	$(BIN)/python benchmarks/plan_quality.py --json benchmarks/results/plan_quality.json
+	$(BIN)/python benchmarks/prepare_speed.py --json benchmarks/results/prepare_speed.json
 	$(BIN)/python benchmarks/train_throughput.py --setup
 	$(BIN)/python benchmarks/train_throughput.py --against torch,fairseq,eole --json benchmarks/results/train_throughput.json
 	$(BIN)/python benchmarks/train_throughput.py --against torch,eole --parts against --dtypes bf16 --train.kernels=native \
@@ -51,6 +52,12 @@ bench: install
 	$(BIN)/python benchmarks/decode_throughput.py --against huggingface --json benchmarks/results/decode_throughput.json
 	$(BIN)/python benchmarks/fused_projections.py --rounds 11 --json benchmarks/results/fused_projections.json
 	$(BIN)/python benchmarks/tiny_trials.py --json benchmarks/results/tiny_trials.json
+	$(BIN)/python benchmarks/attention_lengths.py --json benchmarks/results/attention_lengths.json \
+		--plot docs/figures/attention_lengths.svg
+	$(BIN)/python benchmarks/layer_complexity.py --json benchmarks/results/layer_complexity.json \
+		--plot docs/figures/layer_complexity.svg
+	$(BIN)/python benchmarks/table3.py --json benchmarks/results/table3.json
+	$(BIN)/python benchmarks/depth.py --json benchmarks/results/depth.json
 	$(BIN)/python benchmarks/tables.py
 
 # Kills real training jobs at random moments, at length (the short version is part of `make test`).

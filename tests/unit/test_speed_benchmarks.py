@@ -12,11 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention_lengths, fused_projections, gpu_training, train_throughput, training_peers
+from benchmarks import (
+    attention_lengths,
+    fused_projections,
+    gpu_training,
+    prepare_speed,
+    train_throughput,
+    training_peers,
+)
 from benchmarks.harness import ROOT, Recorder
 from benchmarks.training_peers import QUICK, measure_against
 from benchmarks.training_worker import Worker
-from data_pipeline.api import Batch
+from data_pipeline.api import Batch, TokenizerConfig
 from dist_tfm.config.schema import Config, LaunchConfig
 from dist_tfm.engine.base import LossSums, StepResult
 from dist_tfm.errors import RunError
@@ -196,3 +203,20 @@ def test_the_script_for_a_gpu_runs_what_is_there() -> None:
         assert f"benchmarks/{name}.py" in script.read_text(encoding="utf-8")
     assert len({case.name for case in gpu_training.CASES}) == len(gpu_training.CASES)
     assert {case.size for case in gpu_training.CASES} == {"base", "big"}
+
+
+def test_the_benchmark_of_preparing_runs_to_its_end(tmp_path: Path) -> None:
+    assert prepare_speed.main(["--quick", "--pairs", "300", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    check_rows(rows)
+    ours, theirs = rows
+    assert ours["value"] > 0
+    assert theirs["ratio"] == pytest.approx(ours["value"] / theirs["value"], rel=1e-4)
+
+
+def test_preparing_that_loses_pairs_is_no_measurement(tmp_path: Path) -> None:
+    data = prepare_speed.write_corpus(tmp_path, 400)
+    lines = (tmp_path / "train.en").read_text(encoding="utf-8").split("\n")
+    (tmp_path / "train.en").write_text("\n".join(["", *lines[1:390], *[""] * 10, ""]), encoding="utf-8")
+    with pytest.raises(RunError, match=r"of 400 pairs 38. were kept"):
+        prepare_speed.seconds_to_prepare(data, TokenizerConfig(vocab_size=500), tmp_path / "shards", 400)
