@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_tfm.config.schema import ModelConfig
+from dist_tfm.model.dropout import Dropout
 from dist_tfm.model.packed import Lengths
 from dist_tfm.model.positions import input_positions
 
@@ -35,7 +36,7 @@ class Embedding(nn.Module):
         nn.init.normal_(self.weight, std=config.d_model**-0.5)
         self.scale = math.sqrt(config.d_model)
         self.positions = input_positions(config)
-        self.dropout = nn.Dropout(config.input_dropout)
+        self.dropout = Dropout(config.input_dropout)
 
     def forward(self, ids: Tensor, first: int | Lengths = 0) -> Tensor:
         """ids [B, T] at positions first, first + 1, ... to Dropout(weight[ids] * sqrt(D) + PE), [B, T, D]."""

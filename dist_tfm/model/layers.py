@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dist_tfm.config.schema import ModelConfig
 from dist_tfm.model.attention import KeysValues, MultiHeadAttention
 from dist_tfm.model.attention_kernels import Attend
+from dist_tfm.model.dropout import Dropout
 from dist_tfm.model.feed_forward import feed_forward
 from dist_tfm.model.norm import Sublayer, connection, layer_norm
 from dist_tfm.model.packed import Segments
@@ -67,7 +68,7 @@ class EncoderLayer(nn.Module):
         self.feed_forward = feed_forward(config)
         self.run_feed_forward: Callable[[Sublayer, Tensor], Tensor] = run_sublayer
         self.feed_forward_norm = layer_norm(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | Segments) -> Tensor:
         """x [B, S, D], mask [B, 1, 1, S] of real source tokens, or the segments of a packed batch: [B, S, D]."""
@@ -97,7 +98,7 @@ class DecoderLayer(nn.Module):
         self.feed_forward = feed_forward(config)
         self.run_feed_forward: Callable[[Sublayer, Tensor], Tensor] = run_sublayer
         self.feed_forward_norm = layer_norm(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | Segments) -> Tensor:
         """x [B, T, D], memory [B, S, D] with its mask [B, 1, 1, S], or the segments of a packed batch: [B, T, D].

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dist_tfm.kernels.dropout import CountedDropout
 from dist_tfm.kernels.native import Kernels
+from dist_tfm.model.dropout import Dropout
 from dist_tfm.training.smoothing import Goal, row_loss
 
 
@@ -28,9 +29,9 @@ class NativeRowLoss:
 
 
 def use_counted_dropout(model: nn.Module, kernels: Kernels) -> None:
-    """Puts a `CountedDropout` into the place of every nn.Dropout of `model`. Attention's own dropout on probabilities
+    """Puts a `CountedDropout` into the place of every `Dropout` of `model`. Attention's own dropout on probabilities
     (model.attention_dropout) is a function of its kernel, and stays."""
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Dropout:
+            if isinstance(child, Dropout):
                 setattr(module, name, CountedDropout(child.p, kernels))

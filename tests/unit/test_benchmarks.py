@@ -38,6 +38,7 @@ SCRIPTS = (
     "loader_throughput",
     "parallel_overhead",
     "plan_quality",
+    "table3",
     "tiny_trials",
     "train_throughput",
     "train_throughput_native",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_tfm.config.layout import check_device
 from dist_tfm.config.loading import SECTIONS, check_sections
@@ -19,6 +19,7 @@ from dist_tfm.kernels import building
 from dist_tfm.kernels.building import build
 from dist_tfm.kernels.dropout import CountedDropout, drawn_numbers, dropout_plainly
 from dist_tfm.kernels.native import Kernels
+from dist_tfm.model.dropout import Dropout
 from dist_tfm.model.initialization import initialize
 from dist_tfm.model.layers import LayerRunner
 from dist_tfm.model.transformer import Transformer
@@ -203,7 +204,7 @@ def trained(kernels: Kernels | None, run: LayerRunner, dropout: float) -> list[T
     of_rows = row_loss if kernels is None else NativeRowLoss(kernels)
     if kernels is not None:
         use_counted_dropout(model, kernels)
-        assert not any(type(module) is nn.Dropout for module in model.modules())
+        assert not any(isinstance(module, Dropout) for module in model.modules())
     loss, nll = TranslationLoss(model, SMOOTHING, of_rows=of_rows)(*micro_batch(), run)
     loss.backward()
     return [loss.detach(), nll, *(p.grad for p in model.parameters() if p.grad is not None)]
