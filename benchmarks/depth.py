@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         prog="depth.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_common_options(parser)
-    parser.add_argument("--steps", type=positive, default=150, metavar="N", help="training steps of each (default 150)")
+    parser.add_argument("--steps", type=positive, default=400, metavar="N", help="training steps of each (default 400)")
     parser.add_argument("--seeds", type=positive, default=2, metavar="N", help="runs of each (default 2)")
     parser.add_argument("--depths", nargs="+", type=positive, default=[*DEPTHS], metavar="N", help="layers a stack")
     options = parser.parse_args(list(argv))
