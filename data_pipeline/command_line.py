@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from data_pipeline.settings import describe_sections, load_sections, split_overrides, to_yaml
+from data_pipeline.errors import ConfigError, shorten
+from data_pipeline.settings import describe_sections, known_paths, load_sections, split_overrides, to_yaml
 
 
 def parse_command_line(
@@ -38,10 +39,31 @@ def parse_command_line(
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     add_options(parser)
     overrides, rest = split_overrides(argv)
-    options = parser.parse_args(rest)
+    options = parse_options(parser, rest, sections)
     built = load_sections(options.config, overrides, sections, foreign)
     check(built)
     if options.print_config:
         print(to_yaml(built), end="")
         sys.exit(0)
     return built, options
+
+
+def parse_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], sections: Mapping[str, type]
+) -> argparse.Namespace:
+    """What is left of a command line without its dotted keys. Raises ConfigError for what is no option of the program;
+    of the bare name of a key it says the section."""
+    options, unknown = parser.parse_known_args(arguments)
+    if not unknown:
+        return options
+    names = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
+    if not names:
+        raise ConfigError(f"expected options alone, found {shorten(unknown[0])}: --help lists them")
+    faults = []
+    for name in names:
+        bare = name.lstrip("-").replace("-", "_")
+        keys = [f"--{path}" for path in known_paths(sections) if path.partition(".")[2] == bare]
+        faults.append(shorten(name) + (f" (the key of this name is {' or '.join(keys)})" if keys else ""))
+    raise ConfigError(
+        f"unknown: {', '.join(faults)}; keys are given as --section.key=VALUE, and --help lists them and all options"
+    )

@@ -80,5 +80,6 @@ def warn_of_rare_tokens(train: Index, tokenizer: Tokenizer, log: Log) -> None:
             suits = max(SMALL_VOCABULARY, round(tokens / ENOUGH, -3))
             log(
                 f"warning: an id of the vocabulary of {size:,} occurs {tokens / size:.1f} times on average in training "
-                f"pairs, most of them too rarely to be learned: tokenizer.vocab_size should be about {suits:,.0f}"
+                f"pairs, most of them too rarely to be learned: tokenizer.vocab_size should be about {suits:,.0f} "
+                "(delete the shards, and prepare again)"
             )

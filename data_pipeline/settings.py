@@ -88,7 +88,7 @@ def read_yaml_layers(path: Path, layers: Layers, seen: tuple[Path, ...] = ()) ->
             raise ConfigError(f"{path}: expected the name of a file after `extends:`, found {shown(parent)}")
         parent_path = path.parent / parent
         if not parent_path.is_file():
-            raise ConfigError(f"{path}: `extends: {shorten(parent)}` names a file that does not exist")
+            raise ConfigError(f"{path}: `extends: {shorten(parent)}` names {parent_path}, which does not exist")
         read_yaml_layers(parent_path, layers, (*seen, resolved))
     layers.merge(tree, f"in {path}")
 
@@ -135,16 +135,22 @@ def override_tree(path: str, text: str) -> Tree:
     return typing.cast(Tree, value)
 
 
-def _known_paths(sections: Mapping[str, type]) -> list[str]:
+def known_paths(sections: Mapping[str, type]) -> list[str]:
+    """All keys, as section.key."""
     return [f"{name}.{f.name}" for name, kind in sections.items() for f in dataclasses.fields(kind)]
+
+
+def nearest(path: str, known: Sequence[str]) -> str:
+    """The known key most like `path`: one of the same name in another section, else by its spelling."""
+    same = [key for key in known if key.partition(".")[2] == path.partition(".")[2]]
+    return difflib.get_close_matches(path, same or known, n=1, cutoff=0.0)[0]
 
 
 def _unknown(path: str, value: object, origin: str, known: Sequence[str]) -> str:
     # Shortened first: comparing takes time in proportion.
     path = shorten(path)
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.0)
     found = "" if isinstance(value, dict) else f" (found {shown(value)})"
-    hint = f"; the nearest known key is {near[0]}" if near else ""
+    hint = f"; the nearest known key is {nearest(path, known)}" if known else ""
     return f"{path}: unknown key{found}, set {origin}{hint}"
 
 
@@ -216,7 +222,7 @@ def build_sections(
 
     Raises ConfigError with all faults.
     """
-    known = _known_paths(sections)
+    known = known_paths(sections)
     faults: list[str] = []
     built: dict[str, Any] = {}
     for name, tree in layers.values.items():

@@ -90,7 +90,9 @@ def _chunks(path: Path) -> Iterator[bytes]:
             while data := file.read(READ_SIZE):
                 yield data
     except FileNotFoundError:
-        raise InputError(f"corpus file {path} not found: expected parallel text, one segment a line") from None
+        raise InputError(
+            f"corpus file {path} not found: expected text, one segment a line, in {path.absolute().parent}"
+        ) from None
     except IsADirectoryError:
         raise InputError(f"corpus file {path} is a folder: expected a text file, one segment a line") from None
     except _DAMAGED as fault:

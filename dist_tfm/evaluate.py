@@ -30,7 +30,7 @@ sacreBLEU, each with its signature. What is scored: the output of --checkpoint, 
 
   evaluate.py --checkpoint runs/tiny --source test.en --reference test.de
   evaluate.py --hypothesis ours.de --compare theirs.de --reference test.de
-  evaluate.py --checkpoint runs/base_ende/averaged --test-set wmt14 --language-pair en-de
+  evaluate.py --checkpoint runs/base_ende/averaged --test-set wmt14/full --language-pair en-de
   evaluate.py --checkpoint runs/tiny --source test.en --reference test.de --forced
 
 Files may be compressed (.gz, .xz, .zst); `embedded:swmsg_ende/test.en.xz` lies in the package. Exit code 2 for wrong
@@ -50,7 +50,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     texts.add_argument(
         "--reference", action="append", default=[], metavar="FILE", help="give it several times for several references"
     )
-    texts.add_argument("--test-set", metavar="NAME", help="one of sacreBLEU's own, such as wmt14")
+    texts.add_argument(
+        "--test-set", metavar="NAME", help="one of sacreBLEU's own, such as wmt14/full (wmt14 is a part of it)"
+    )
     texts.add_argument("--language-pair", metavar="XX-YY", help="such as en-de")
     how = parser.add_argument_group("how")
     how.add_argument(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.command_line import parse_options
 from data_pipeline.settings import (
     COMMAND_LINE,
     Layers,
@@ -81,7 +82,7 @@ def parse_decoding(
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     add_options(parser)
     overrides, rest = split_overrides(argv)
-    options = parser.parse_args(rest)
+    options = parse_options(parser, rest, SECTIONS)
     settings = _settle(options, [*overrides_of(options), *overrides])
     if options.print_config:
         sections = {name: getattr(settings, name) for name in SECTIONS}

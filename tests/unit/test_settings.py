@@ -7,6 +7,7 @@ import pytest
 
 from data_pipeline import settings
 from data_pipeline.api import DataConfig, TokenizerConfig
+from data_pipeline.command_line import parse_command_line
 from data_pipeline.errors import ConfigError
 from data_pipeline.settings import (
     Layers,
@@ -208,6 +209,7 @@ def test_sections_of_another_program_are_left_to_it(tmp_path: Path) -> None:
         ("datas", "batch_tokens", "data.batch_tokens"),
         ("tokeniser", "vocab_size", "tokenizer.vocab_size"),
         ("tokenizers", "vocab_size", "tokenizer.vocab_size"),
+        ("data", "vocab_size", "tokenizer.vocab_size"),
     ],
 )
 def test_a_misspelt_section_is_not_taken_for_another_programs(name: str, key: str, nearest: str) -> None:
@@ -275,3 +277,20 @@ def test_who_leaves_an_error_to_another_process_ends_after_it(
     assert end.value.code == 2
     assert waited == pauses
     assert capsys.readouterr().err == ("error: decode.beem: unknown key\n" if speaks else "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max_lenght=3"], r"unknown: --max_lenght; keys are given as --section\.key=VALUE"),
+        (["--max-length", "3"], r"unknown: --max-length \(the key of this name is --data\.max_length\);"),
+        (
+            ["--vocab_size=9", "--kind=bpe"],
+            r"unknown: --vocab_size \(.* is --tokenizer\.vocab_size\), --kind \(.* is --tokenizer\.kind\);",
+        ),
+        (["corpus.txt"], r"expected options alone, found corpus\.txt"),
+    ],
+)
+def test_what_is_no_option_is_named_with_the_key_that_it_may_mean(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_command_line("prepare.py", "", PREPARING, "tiny", arguments)
