@@ -38,6 +38,7 @@ def rehearse(config: Config, topology: Topology) -> int:
     """
     console = Console(enabled=topology.is_main)
     with contextlib.ExitStack() as stack:
+        shards = config.data.shards
         config = stack.enter_context(_with_shards(config, topology, console))
         corpus = together(topology.world, "opening the shards", lambda: open_corpus(config, topology.data, Position()))
         stack.callback(corpus.loader.close)
@@ -59,7 +60,7 @@ def rehearse(config: Config, topology: Topology) -> int:
             _training_step(engine, batch, config, vocab_size, topology, console)
         _validation_batch(engine, corpus.validation.largest(), topology, console)
         _report_memory(topology, console)
-    console.say("dry run passed; nothing was written")
+    console.say(f"dry run passed; nothing was {'written' if config.data.shards == shards else 'kept'}")
     return 0
 
 
@@ -78,6 +79,11 @@ def _with_shards(config: Config, topology: Topology, console: Console) -> Iterat
         yield config
         return
     try:
+        console.say(
+            f"{config.data.shards} holds no complete shards of this configuration: the whole corpus is prepared into "
+            f"{folder}, a temporary folder that is deleted at the end; `python data_pipeline/prepare.py` with the same "
+            "options first keeps it"
+        )
         shards = str(Path(folder) / "shards")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, shards=shards))
         prepare_shards(config, topology, console)

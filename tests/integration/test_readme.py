@@ -229,7 +229,9 @@ RUN: dict[str, Check] = {
     "torchrun --nproc-per-node 2 dist_tfm/train.py --parallel.zero_stage=2 --train.run_dir=runs/z2": trains(
         "z2", "torchrun", ranks=2, stage=2
     ),
-    "python dist_tfm/train.py --config configs/tiny.yaml --dry-run": says("largest training step", "memory"),
+    "python dist_tfm/train.py --config configs/tiny.yaml --dry-run": says(
+        "largest training step", "memory", "^dry run passed; nothing was written$"
+    ),
     "python dist_tfm/train.py --config configs/tiny.yaml --print-config": says(r"run_dir: runs/tiny$"),
     "tensorboard --logdir runs": shows_curves,
     "python dist_tfm/translate.py --checkpoint runs/x < in.txt > out.txt": translates,

@@ -150,6 +150,11 @@ def test_a_dry_run_reports_memory_and_speed_and_leaves_nothing(tmp_path: Path) -
     before = sorted(tmp_path.rglob("*"))
     done = run_job(train_command(1, "--config", str(config), "--dry-run"))
     assert done.returncode == 0, done.stdout
+    said = re.search(r"no complete shards .*: the whole corpus is prepared into (\S+), a temporary folder", done.stdout)
+    assert said is not None, done.stdout
+    assert not Path(said[1]).exists()
+    assert done.stdout.index(said[0]) < done.stdout.index("training the tokenizer"), "said before it is done"
+    assert done.stdout.splitlines()[-1] == "dry run passed; nothing was kept"
     assert re.search(r"largest training step.*tokens/s", done.stdout)
     assert re.search(r"memory.*MiB", done.stdout)
     assert "largest validation batch" in done.stdout
