@@ -30,6 +30,10 @@ from dist_tfm.training.session import prepare_shards
 
 MIB = 1 << 20
 
+LARGEST = ("most positions", "longest pairs")
+"""What each of the loader's largest batches has most of: the first asks most of logits and feed-forward layers, the
+second of attention."""
+
 
 def rehearse(config: Config, topology: Topology) -> int:
     """Runs the largest training step and validation batch that the data can give; reports memory and speed.
@@ -56,8 +60,8 @@ def rehearse(config: Config, topology: Topology) -> int:
             f"{facts.zero_stage}, attention {facts.attention}, kernels {facts.kernels}, activation checkpointing "
             f"{config.train.activation_checkpointing}"
         )
-        for batch in corpus.loader.largest_batches():
-            _training_step(engine, batch, config, vocab_size, topology, console)
+        for kind, batch in zip(LARGEST, corpus.loader.largest_batches(), strict=True):
+            _training_step(engine, batch, kind, config, vocab_size, topology, console)
         _validation_batch(engine, corpus.validation.largest(), topology, console)
         _report_memory(topology, console)
     console.say(f"dry run passed; nothing was {'written' if config.data.shards == shards else 'kept'}")
@@ -94,9 +98,12 @@ def _with_shards(config: Config, topology: Topology, console: Console) -> Iterat
 
 
 def _training_step(
-    engine: Engine, batch: Batch, config: Config, vocab_size: int, topology: Topology, console: Console
+    engine: Engine, batch: Batch, kind: str, config: Config, vocab_size: int, topology: Topology, console: Console
 ) -> None:
-    """Two steps (the first one warms up) in which every micro-batch is `batch`, each rank taking its share."""
+    """Two steps (the first one warms up) in which every micro-batch is `batch`, each rank taking its share.
+
+    kind: what `batch` has most of, for the report.
+    """
     rank, size, count = topology.data.rank, topology.data.size, config.data.micro_batches
     mine = [
         dataclasses.replace(batch, index=index) if index < count else zero_weight_batch()
@@ -119,8 +126,9 @@ def _training_step(
     share = model_flops_utilisation(flops, seconds[1], peak)
     pairs, width = batch.source.shape
     console.say(
-        f"largest training step: {count} micro-batches of {pairs} pairs, {width} source and {batch.labels.shape[1]} "
-        f"target positions: {seconds[1]:.2f} s, {tokens / seconds[1]:,.0f} tokens/s, MFU {share:.1%}"
+        f"largest training step ({kind}): {count} micro-batches of {pairs} pairs, {width} source and "
+        f"{batch.labels.shape[1]} target positions: {seconds[1]:.2f} s, {tokens / seconds[1]:,.0f} tokens/s, "
+        f"MFU {share:.1%}"
     )
     if config.train.compile:
         console.say(f"the first such step, which compiles what is not compiled yet, took {seconds[0]:.2f} s")
@@ -159,6 +167,5 @@ def _validation_batch(engine: Engine, batch: Batch, topology: Topology, console:
 def _report_memory(topology: Topology, console: Console) -> None:
     used = cast(list[int], topology.world.gather(peak_memory_bytes(topology.device)))
     kind = "allocated" if topology.device.type == "cuda" else "resident"
-    console.say(
-        f"peak of {kind} memory of a process: {max(used) / MIB:,.0f} MiB at most, {min(used) / MIB:,.0f} MiB at least"
-    )
+    peak = f"peak of {kind} memory of a process: {max(used) / MIB:,.0f} MiB"
+    console.say(peak if len(used) == 1 else f"{peak} at most, {min(used) / MIB:,.0f} MiB at least")

@@ -75,4 +75,5 @@ def test_a_dry_run_shows_the_grid_the_stages_and_what_is_sent(tmp_path: Path) ->
     sent = 4 * 32 * pairs * (source + target)  # fp32, d_model 32; the encoder's output goes along
     assert f"pipeline: {sent / 2**20:,.1f} MiB cross its cuts forward" in said
     assert "tensor parallelism: 2 ranks add up" in said
+    assert re.search(r"^peak of resident memory of a process: [\d,]+ MiB at most, [\d,]+ MiB at least$", said, re.M)
     assert not (tmp_path / "run").exists()

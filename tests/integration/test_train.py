@@ -155,8 +155,13 @@ def test_a_dry_run_reports_memory_and_speed_and_leaves_nothing(tmp_path: Path) -
     assert not Path(said[1]).exists()
     assert done.stdout.index(said[0]) < done.stdout.index("training the tokenizer"), "said before it is done"
     assert done.stdout.splitlines()[-1] == "dry run passed; nothing was kept"
-    assert re.search(r"largest training step.*tokens/s", done.stdout)
-    assert re.search(r"memory.*MiB", done.stdout)
+    steps = re.findall(
+        r"^largest training step \((.+)\): .* (\d+) source and (\d+) target positions: .*tokens/s", done.stdout, re.M
+    )
+    assert [kind for kind, *_ in steps] == ["most positions", "longest pairs"]
+    shorter, longer = (max(int(source), int(target)) for _, source, target in steps)
+    assert shorter < longer
+    assert re.search(r"^peak of resident memory of a process: [\d,]+ MiB$", done.stdout, re.M)
     assert "largest validation batch" in done.stdout
     assert sorted(tmp_path.rglob("*")) == before
 
