@@ -18,6 +18,9 @@ from dist_tfm.metrics.meter import perplexity
 from dist_tfm.metrics.writers import Console
 from dist_tfm.parallel.topology import Topology
 
+SHOWN_CHARACTERS = 120
+"""Of each text that is shown: a model that has learned little repeats a word until it is stopped."""
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -73,7 +76,7 @@ class Validator:
             record |= {f"valid_ema_{key}": of_average[f"valid_{key}"] for key in ("loss", "nll", "ppl")}
         if self._sample:
             try:
-                record |= {"valid_bleu": self._bleu(), "valid_decoded": len(self._sample)}
+                record |= {"valid_bleu": self._bleu(step), "valid_decoded": len(self._sample)}
             except DoesNotFitError as reason:
                 self._console.say(f"step {step}: no BLEU: {reason}")
         return record
@@ -109,7 +112,7 @@ class Validator:
             for number, total, count in zip(numbers, nll, tokens, strict=True)
         }
 
-    def _bleu(self) -> float:
+    def _bleu(self, step: int) -> float:
         """sacreBLEU of the sample, on every rank. The ranks of a replica hold the same batches and share out each one's
         sentences."""
         model = self._engine.plain_module()
@@ -129,13 +132,19 @@ class Validator:
             texts.update(cast(dict[str, str], part))
         hypotheses = [texts[str(i)] for i in self._sample]
         references = [self._held_out.references[i] for i in self._sample]
-        self._show(hypotheses, references)
+        self._show(step, hypotheses, references)
         return float(sacrebleu.corpus_bleu(hypotheses, [references]).score)
 
-    def _show(self, hypotheses: Sequence[str], references: Sequence[str]) -> None:
+    def _show(self, step: int, hypotheses: Sequence[str], references: Sequence[str]) -> None:
         shown = min(self._decode.show, len(self._sample))
+        if shown:
+            self._console.say(f"held-out samples at step {step}:")
         for k in range(shown):
             i = k * len(self._sample) // shown
-            self._console.say(f"  source      {self._held_out.sources[self._sample[i]]}")
-            self._console.say(f"  translation {hypotheses[i]}")
-            self._console.say(f"  reference   {references[i]}")
+            self._console.say(f"  source      {_cut(self._held_out.sources[self._sample[i]])}")
+            self._console.say(f"  translation {_cut(hypotheses[i])}")
+            self._console.say(f"  reference   {_cut(references[i])}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"

@@ -50,6 +50,8 @@ def test_twenty_steps_then_forty_then_finished(project: Path, tmp_path: Path) ->
     assert first.returncode == 0, first.stdout
     assert "deepspeed.runtime.zero.muon.muon_optimizer" in first.stdout, "its functions are marked for a compiler"
     assert "torch._inductor.compile_fx" not in first.stdout, "a compiler was loaded, and nothing is compiled"
+    for step in (10, 20):
+        assert f"held-out samples at step {step}:\n  source      " in first.stdout
     assert (run / "DONE").read_text() == "20\n"
     second = run_job(train_command(1, *common, "--train.steps=40"))
     assert second.returncode == 0, second.stdout

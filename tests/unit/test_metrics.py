@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from data_pipeline.api import Batch, Position, zero_weight_batch
-from dist_tfm.config.schema import ModelConfig
+from dist_tfm.config.schema import DecodeConfig, ModelConfig
 from dist_tfm.engine.base import EngineFacts, LossSums, StepResult
 from dist_tfm.metrics.flops import (
     forward_flops,
@@ -20,12 +21,13 @@ from dist_tfm.metrics.flops import (
     training_flops,
 )
 from dist_tfm.metrics.meter import Meter, global_counts, local_counts
-from dist_tfm.metrics.writers import JsonLinesWriter, TensorBoardWriter, cut_back, finite, last_step
+from dist_tfm.metrics.writers import Console, JsonLinesWriter, TensorBoardWriter, cut_back, finite, last_step
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.progress import Progress
 from dist_tfm.training.randomness import SeededRunner
 from dist_tfm.training.recomputation import recomputation, recompute_inside
+from dist_tfm.training.validation import HeldOut, Validator
 from tests.batches import VOCABULARY, make_batch
 
 
@@ -72,6 +74,25 @@ def test_lines_are_flushed_at_once_and_exact(tmp_path: Path) -> None:
     writer.close()
     assert record == {"step": 1, "loss": value, "ppl": None, "nll": None}
     assert finite({"a": -math.inf}) == {"a": None}
+
+
+@pytest.mark.parametrize("show", [0, 2])
+def test_samples_of_a_validation_have_a_heading_and_are_cut(show: int, capsys: pytest.CaptureFixture[str]) -> None:
+    sources, references = ["s" * 120, "unseen", "s" * 121, "unseen"], ["r", "unseen", "r" * 9999, "unseen"]
+    decode = DecodeConfig(valid_sentences=4, show=show)
+    nothing: Any = None  # no model is asked
+    validator = Validator(nothing, HeldOut([], 4, sources, references), nothing, nothing, decode, Console(enabled=True))
+    validator._show(70, ["", "unseen", "wort " * 80, "unseen"], references)
+    expected = [
+        "held-out samples at step 70:",
+        f"  source      {'s' * 120}",
+        "  translation ",
+        "  reference   r",
+        f"  source      {'s' * 119}…",
+        f"  translation {('wort ' * 80)[:119]}…",
+        f"  reference   {'r' * 119}…",
+    ]
+    assert capsys.readouterr().out.splitlines() == (expected if show else [])
 
 
 @pytest.mark.parametrize(
