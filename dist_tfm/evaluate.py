@@ -136,7 +136,11 @@ def _report(options: argparse.Namespace, settings: DecodingSettings, texts: "Tex
 
 
 def _translate(options: argparse.Namespace, settings: DecodingSettings, loaded: "Loaded") -> list[str]:
+    from dist_tfm.inference.evaluation import describe_empty
+
     hypotheses = _load(settings).translate(loaded.sources)
+    if (sentence := describe_empty(loaded.sources, hypotheses)) is not None:
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
     if options.output is not None:
         content = "".join(f"{line}\n" for line in hypotheses).encode()
         _write(options.output, lambda: write_bytes_atomically(options.output, content))

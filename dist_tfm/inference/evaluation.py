@@ -94,6 +94,14 @@ def read_hypotheses(name: str, loaded: Loaded) -> list[str]:
     return lines
 
 
+def describe_empty(sources: Sequence[str], hypotheses: Sequence[str]) -> str | None:
+    """A sentence for the user if most of a model's translations are empty though their sources are not."""
+    empty = [not hypothesis.strip() for source, hypothesis in zip(sources, hypotheses, strict=True) if source.strip()]
+    if 2 * sum(empty) <= len(empty):
+        return None
+    return f"{sum(empty):,} of {len(empty):,} translations are empty: the model has probably trained too few steps"
+
+
 def score_hypotheses(
     hypotheses: Sequence[str], origin: str, loaded: Loaded, tokenized: bool, compound_split: bool
 ) -> Report:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,30 @@ def test_a_checkpoint_is_scored_as_its_output_is(run: Path, tmp_path: Path, caps
     written = json.loads(report.read_text(encoding="utf-8"))
     assert (written["segments"], written["system"]) == (24, str(run))
     assert [f"{s['name']} = {s['value']:.2f} ({s['signature']})" for s in written["scores"]] == lines
+
+
+@pytest.mark.parametrize(("empty", "warned"), [(24, True), (13, True), (12, False), (0, False)])
+def test_translations_that_are_mostly_empty_are_warned_of(
+    empty: int,
+    warned: bool,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of the sources that say something; the scores are the same, and a file's lines are its author's business."""
+    source, reference, output = (tmp_path / name for name in ("in", "ref", "out"))
+    source.write_text("\n" * 9 + "".join(f"{line}\n" for line in texts("en")), encoding="utf-8")
+    reference.write_text("\n" * 9 + "".join(f"{line}\n" for line in texts("de")), encoding="utf-8")
+    made = [""] * (9 + empty) + ["Wort"] * (24 - empty)
+    monkeypatch.setattr(evaluate, "_load", lambda settings: SimpleNamespace(translate=lambda sources: made))
+    arguments = ["--source", str(source), "--reference", str(reference), "--output", str(output)]
+    assert evaluate.main(["--checkpoint", str(run), *arguments]) == 0
+    shown, said = capsys.readouterr()
+    sentence = f"warning: {empty} of 24 translations are empty: the model has probably trained too few steps\n"
+    assert said == (sentence if warned else "")
+    assert evaluate.main(["--hypothesis", str(output), "--reference", str(reference)]) == 0
+    assert capsys.readouterr() == (shown, "")
 
 
 @pytest.mark.parametrize(("weights", "key"), [("trained", "valid"), ("ema", "valid_ema")])

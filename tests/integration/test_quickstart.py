@@ -79,6 +79,8 @@ def test_it_prepares_trains_stops_goes_on_and_scores(tmp_path: Path) -> None:
 
     translations = (run / "test.de").read_text(encoding="utf-8").split("\n")
     assert len(translations) == 700 + 1
+    warning = f"warning: {translations[:700].count('')} of 700 translations are empty"
+    assert (warning in done.stdout) is (translations[:700].count("") > 350)
     shown = [line.removeprefix("  translation ") for line in lines if line.startswith("  translation ")]
     assert shown == translations[0:700:70]
     assert any(line.endswith(f"tensorboard --logdir {run.parent}") for line in lines)
