@@ -88,10 +88,11 @@ class PipeLines:
 
 
 class TerminalLines:
-    """A person's lines, asked for one at a time; Ctrl-D ends."""
+    """A person's lines, asked for one at a time; Ctrl-D ends. greeting: said once, before the first is asked for."""
 
-    def __init__(self, file: BinaryIO, prompt: TextIO) -> None:
+    def __init__(self, file: BinaryIO, prompt: TextIO, greeting: str) -> None:
         self._file, self._prompt, self._read = file, prompt, 0
+        print(greeting, file=prompt, flush=True)
 
     def read(self, count: int) -> list[str]:
         print("> ", end="", file=self._prompt, flush=True)
@@ -117,10 +118,10 @@ def decode_lines(lines: Sequence[bytes], before: int) -> list[str]:
     return texts
 
 
-def open_source(file: BinaryIO, window: int) -> LineSource:
-    """The source that suits the kind of `file`."""
+def open_source(file: BinaryIO, window: int, greeting: str) -> LineSource:
+    """The source that suits the kind of `file`. greeting: for a person at a terminal."""
     if file.isatty():
-        return TerminalLines(file, sys.stderr)
+        return TerminalLines(file, sys.stderr, greeting)
     return FileLines(file) if is_regular(file) else PipeLines(file.fileno(), ahead=2 * window)
 
 

@@ -33,7 +33,7 @@ def translate_standard_input(settings: DecodingSettings, n_best: bool, topology:
         "loading the checkpoint",
         lambda: load_models(settings.checkpoints, topology.device, DTYPES[settings.precision.dtype], settings.kind),
     )
-    source = together(group, "opening standard input", lambda: _open(topology, settings.decode.window))
+    source = together(group, "opening standard input", lambda: _open(topology, settings))
     progress = _progress(topology)
     try:
         translator = Translator(models, tokenizer, settings.decode, group, warn=progress.say)
@@ -87,12 +87,14 @@ def _next_lines(source: LineSource | None, writer: TranslationWriter, group: Gro
     return cast(list[str], group.broadcast(cast(Json, lines)))
 
 
-def _open(topology: Topology, window: int) -> LineSource | None:
+def _open(topology: Topology, settings: DecodingSettings) -> LineSource | None:
     if not topology.is_main:
         return None
     if sys.stdin is None:
         raise InputError("expected lines on standard input, found it closed: give a file, as in `< in.txt`")
-    return open_source(sys.stdin.buffer, window * topology.world.size)
+    loaded = " + ".join(map(str, settings.checkpoints)) + (" (moving average)" if settings.kind == "ema" else "")
+    greeting = f"{loaded}, beam {settings.decode.beam}: one sentence a line, Ctrl-D ends"
+    return open_source(sys.stdin.buffer, settings.decode.window * topology.world.size, greeting)
 
 
 def _progress(topology: Topology) -> LineProgress:

@@ -128,6 +128,7 @@ def test_bf16_and_the_resolved_configuration(run: Path) -> None:
 def test_nothing_in_nothing_out(run: Path) -> None:
     done = translate(run, "")
     assert (done.returncode, done.stdout) == (0, b"")
+    assert b"Ctrl-D" not in done.stderr, "nobody sits at a pipe"
 
 
 def test_wrong_input_is_one_sentence_and_exit_2(run: Path, tmp_path: Path) -> None:
@@ -213,7 +214,8 @@ def test_a_terminal_is_prompted_and_answered_line_by_line(run: Path) -> None:
     job = start_program(interactive(run), Streams(theirs, theirs, theirs))
     os.close(theirs)
     try:
-        read_until(mine, "> ")
+        greeting = f"{run / 'checkpoints' / 'step_30'}, beam 4: one sentence a line, Ctrl-D ends\n> "
+        assert read_until(mine, "> ").replace("\r\n", "\n") == greeting, "once, and before the first prompt"
         os.write(mine, b"save file\n")
         answer = read_until(mine, "\n> ").replace("\r\n", "\n")
         assert answer == f"save file\n{expected[0]}\n> "

@@ -210,7 +210,7 @@ def test_lines_end_with_line_feeds_only_and_the_last_may_lack_it(tmp_path: Path)
     expected = ["one\r", "two\u2028still two\x0b\x1c", "", "four"]
     with path.open("rb") as file:
         assert count_lines(file) == 4
-        source = open_source(file, 3)
+        source = open_source(file, 3, "unseen")
         assert isinstance(source, FileLines)
         assert [source.read(3), source.read(3), source.read(3)] == [expected[:3], expected[3:], []]
     path.write_bytes(b"one\n")
