@@ -27,7 +27,9 @@ class Recipe:
     precision: str = "fp32"  # fp32, bf16 (bf16 weights, fp32 masters), bf16-autocast
     micro_batches: int = 4
     steps: int = 10
-    seed: int = 7
+    # One with which no gradient is zero, and no ReLU at its kink, but for rounding: there two right programs part. With
+    # it training in double precision ends within 1e-6 of this, in the recipes of tests/distributed/plan.py.
+    seed: int = 10
     vocabulary: int = 100
     attention_dropout: float = 0.0
     smoothing: float = 0.1
@@ -35,7 +37,9 @@ class Recipe:
     factor: float = 0.2
     beta1: float = 0.9
     beta2: float = 0.98
-    eps: float = 1e-9
+    # A hundred times the paper's, a thousandth of most gradients: of one that is zero but for rounding, as a few are by
+    # chance, Adam would make a whole update.
+    eps: float = 1e-7
     clip: float = 0.5
     modern: bool = False  # parameters that other modules read than those that hold them
 

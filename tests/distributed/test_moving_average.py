@@ -24,7 +24,7 @@ def test_average_is_the_documented_one_and_disturbs_nothing(worlds: Worlds, worl
             tolerance = 1e-5 if exact.recipe.precision == "fp32" else 1e-2
             assert evaluation["averaged"] == pytest.approx(evaluation["plain"], rel=tolerance)
         last = result["evaluations"][-1]
-        assert abs(last["averaged"] - last["trained"]) > 1e-3 * last["trained"], "the average is not the weights"
+        assert abs(last["averaged"] - last["trained"]) > 3e-4 * last["trained"], "the average is not the weights"
 
 
 @pytest.mark.parametrize(("world", "exact"), RUNS)

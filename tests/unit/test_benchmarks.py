@@ -256,7 +256,7 @@ def with_oracle_settings(config: Config, recipe: oracle.Recipe) -> Config:
     return replace(
         config,
         train=replace(config.train, seed=recipe.seed, label_smoothing=recipe.smoothing),
-        optim=replace(config.optim, clip_norm=recipe.clip),
+        optim=replace(config.optim, clip_norm=recipe.clip, eps=recipe.eps),
     )
 
 
