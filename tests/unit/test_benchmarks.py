@@ -33,6 +33,7 @@ from tests.jobs import run_program, small_project
 KEYS = ["name", "value", "unit", "ratio", "peak_fraction", "command", "machine", "commit", "date"]
 SCRIPTS = (
     "decode_throughput",
+    "depth",
     "fused_projections",
     "layer_complexity",
     "loader_peers",
