@@ -140,7 +140,7 @@ def known_paths(sections: Mapping[str, type]) -> list[str]:
     return [f"{name}.{f.name}" for name, kind in sections.items() for f in dataclasses.fields(kind)]
 
 
-def nearest(path: str, known: Sequence[str]) -> str:
+def _nearest(path: str, known: Sequence[str]) -> str:
     """The known key most like `path`: one of the same name in another section, else by its spelling."""
     same = [key for key in known if key.partition(".")[2] == path.partition(".")[2]]
     return difflib.get_close_matches(path, same or known, n=1, cutoff=0.0)[0]
@@ -150,7 +150,7 @@ def _unknown(path: str, value: object, origin: str, known: Sequence[str]) -> str
     # Shortened first: comparing takes time in proportion.
     path = shorten(path)
     found = "" if isinstance(value, dict) else f" (found {shown(value)})"
-    hint = f"; the nearest known key is {nearest(path, known)}" if known else ""
+    hint = f"; the nearest known key is {_nearest(path, known)}" if known else ""
     return f"{path}: unknown key{found}, set {origin}{hint}"
 
 
