@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import NamedTuple
@@ -130,13 +130,20 @@ def supervise(command: Sequence[str]) -> int:
                 job[0].send_signal(number)
         except OSError as fault:
             raise describe_os_error(fault, f"starting {shlex.join(command)}") from fault
-        code = job[0].wait()
+        code = _wait_for(job[0])
     if code < 0:
         raise RunError(
             f"training was killed by {signal.Signals(-code).name} (out of memory?): the same command goes on from the "
             "newest checkpoint"
         )
     return code
+
+
+def _wait_for(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code, by short waits: Python would hear a signal that comes right before a long one only after it."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=1)
 
 
 @contextmanager

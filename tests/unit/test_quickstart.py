@@ -173,7 +173,8 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, heard)
 print("ready", flush=True)
-time.sleep(60)
+for _ in range(600):  # short sleeps: a signal that comes right before one is heard after it
+    time.sleep(0.1)
 """
 PARENT = f"import sys; from launch.quickstart import supervise; sys.exit(supervise([sys.executable, '-c', {JOB!r}]))"
 
