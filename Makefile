@@ -52,6 +52,7 @@ bench: install
 	$(BIN)/python benchmarks/decode_throughput.py --against huggingface --json benchmarks/results/decode_throughput.json
 	$(BIN)/python benchmarks/fused_projections.py --rounds 11 --json benchmarks/results/fused_projections.json
 	$(BIN)/python benchmarks/tiny_trials.py --json benchmarks/results/tiny_trials.json
+	$(BIN)/python benchmarks/step_costs.py --json benchmarks/results/step_costs.json
 	$(BIN)/python benchmarks/attention_lengths.py --json benchmarks/results/attention_lengths.json \
 		--plot docs/figures/attention_lengths.svg
 	$(BIN)/python benchmarks/layer_complexity.py --json benchmarks/results/layer_complexity.json \

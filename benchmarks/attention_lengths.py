@@ -17,7 +17,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from benchmarks.harness import Recorder, Row, add_common_options, finish, interleave, positive, say, start_recording
+from benchmarks.harness import (
+    Recorder,
+    Row,
+    add_common_options,
+    finish,
+    interleave,
+    positive,
+    say,
+    start_recording,
+    write_rows,
+)
 from data_pipeline.settings import run_main
 from dist_tfm.errors import ConfigError
 
@@ -57,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
     for length in lengths:
         for dtype in options.dtypes:
             _measure(length, dtype, options, rounds, recorder)
+            if options.json is not None:  # what is measured stays, should time run out
+                write_rows(options.json, recorder.rows)
     if options.plot is not None:
         draw(recorder.rows, options.plot)
     return finish(recorder, options.json)
@@ -64,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _measure(length: int, dtype: str, options: argparse.Namespace, rounds: int, recorder: Recorder) -> None:
     """Rows of all backends at one length, in turns."""
+    import torch
+
     sentences = max(1, options.tokens // length)
     # Scores and probabilities; the reference keeps them in fp32, with what it makes of them on the way.
     cells = sentences * HEADS * length * length
@@ -77,8 +91,17 @@ def _measure(length: int, dtype: str, options: argparse.Namespace, rounds: int, 
         if needed > options.limit * GIB:
             say(f"{backend}, {dtype}, {length} tokens: left out, since it needs {needed / GIB:.1f} GiB")
             continue
-        calls[backend] = build(backend, dtype, sentences, length, options.device)
-        recorder.add(f"kept-{backend}-{dtype}-{length}", kept_bytes(calls[backend]), "bytes")
+        call = build(backend, dtype, sentences, length, options.device)
+        try:
+            kept = kept_bytes(call)
+        except RuntimeError as fault:
+            # The others go on where memory is short, or where what compiles flex is not there or cannot.
+            if backend != "flex" and not isinstance(fault, torch.OutOfMemoryError):
+                raise
+            say(f"{backend}, {dtype}, {length} tokens: left out, since it failed: {fault}")
+            continue
+        calls[backend] = call
+        recorder.add(f"kept-{backend}-{dtype}-{length}", kept, "bytes")
     for backend, seconds in interleave(calls, rounds).items():
         recorder.add(f"time-{backend}-{dtype}-{length}", 1000 * statistics.median(seconds), "ms")
 

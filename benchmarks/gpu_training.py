@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.harness import Recorder, add_common_options, finish, say, start_recording
+from benchmarks.harness import Recorder, add_common_options, finish, say, start_recording, write_rows
 from data_pipeline.settings import run_main
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         for case in QUICK if options.quick else CASES:
             _measure(case, topology, bare, 0.0 if options.quick else options.seconds, recorder)
+            if options.json is not None:  # what is measured stays, should time run out
+                write_rows(options.json, recorder.rows)
     finally:
         shutdown()
     return finish(recorder, options.json)

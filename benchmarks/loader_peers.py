@@ -6,10 +6,11 @@
 
 Tokens a second (source and target, EOS counted) of ready padded int64 batches, from opening what is stored to the last
 batch, all in one process: stock WebDataset with one pair a sample, MDS (mosaicml-streaming), Hugging Face `datasets` in
-both styles: as its documentation shows for PyTorch (datasets-map, datasets-iter), and in the fastest way that was found
-(datasets-map-lists, datasets-iter-arrow). Of our two rows, without and with a background thread, the faster one is
-compared. Ids are random, lengths those of a real corpus. All must give the same batches, cell for cell and in the same
-order, else nothing is reported.
+both styles: as its documentation shows for PyTorch (datasets-map, datasets-iter), in the fastest way that was found
+(datasets-map-lists, datasets-iter-arrow), and map style with rows asked for one by one (datasets-map-rows); and our own
+shards under a loop over pairs in Python (blocks-loop). Of our two rows, without and with a background thread, the
+faster one is compared. Ids are random, lengths those of a real corpus. All must give the same batches, cell for cell
+and in the same order, else nothing is reported.
 """
 
 import sys
@@ -44,6 +45,7 @@ from benchmarks.pair_stores import (
     our_epochs,
     planned_batches,
     read_arrow,
+    read_blocks,
     read_data_set,
     read_webdataset,
     seconds_of,
@@ -62,7 +64,10 @@ from data_pipeline.shards import ShardReader
 SCRIPT = Path(__file__).name
 CORPUS = "medium_ende"
 MDS, WORKER = "mds", "mds_worker.py"
-AGAINST = ("webdataset", MDS, "datasets-map", "datasets-iter", "datasets-map-lists", "datasets-iter-arrow")
+AGAINST = (
+    *("webdataset", MDS, "datasets-map", "datasets-iter"),
+    *("datasets-map-rows", "datasets-map-lists", "datasets-iter-arrow", "blocks-loop"),
+)
 OUR_EPOCHS = 10
 """Epochs that one measurement of ours takes: one is over before a clock can tell."""
 
@@ -95,9 +100,12 @@ def contenders_of(
         found[MDS] = Contender(
             lambda: float(peer.ask({**request, "check": False})), lambda: int(peer.ask({**request, "check": True})), mds
         )
+    if "blocks-loop" in names:
+        found["blocks-loop"] = _contender(lambda: planned_batches(read_blocks(reader.folder), data), reader.folder)
     styles: dict[str, Callable[[], Iterator[Arrays]]] = {
         "datasets-map": lambda: map_data_set(hugging, reader.lengths, data, "torch"),
         "datasets-iter": lambda: planned_batches(read_data_set(hugging), data),
+        "datasets-map-rows": lambda: map_data_set(hugging, reader.lengths, data, "torch", one_by_one=True),
         "datasets-map-lists": lambda: map_data_set(hugging, reader.lengths, data, None),
         "datasets-iter-arrow": lambda: planned_batches(read_arrow(hugging), data),
     }
@@ -136,7 +144,7 @@ def record(reader: ShardReader, data: DataConfig, peers: dict[str, Contender], r
     ids = 2 * (tokens - 2 * reader.index.pairs)  # EOS is not stored, an id takes two bytes
     recorder.add("disk-over-ids", stored_bytes(reader.folder) / ids, "bytes/byte")
     recorder.add("disk-over-tokens", stored_bytes(reader.folder) / (2 * tokens), "bytes/byte")
-    for folder in sorted({peer.folder for peer in peers.values()}):
+    for folder in sorted({peer.folder for peer in peers.values()} - {reader.folder}):
         recorder.add(f"disk-over-ids-{folder.name}", stored_bytes(folder) / ids, "bytes/byte")
 
 

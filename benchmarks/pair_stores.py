@@ -107,17 +107,36 @@ def read_arrow(folder: Path) -> Iterator[Pair]:
         yield from zip(*sides, strict=True)
 
 
-def map_data_set(folder: Path, lengths: NDArray[Any], data: DataConfig, form: str | None) -> Iterator[Arrays]:
+class Rows:
+    """A map-style data set of rows that are asked for one by one: what a data set of one's own around another is."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __getitem__(self, row: int) -> Any:
+        return self._rows[row]
+
+
+def map_data_set(
+    folder: Path, lengths: NDArray[Any], data: DataConfig, form: str | None, one_by_one: bool = False
+) -> Iterator[Arrays]:
     """As a map-style data set behind torch's DataLoader, whose batches are planned from known lengths [N, 2].
 
     form: of the rows; "torch" is what the documentation shows for PyTorch, None (Python's lists) the fastest here.
+    one_by_one: not a batch's rows in one request, which DataLoader makes to data sets that know how (`__getitems__`).
     """
     import datasets
     from torch.utils.data import DataLoader
 
     rows = datasets.load_from_disk(str(folder)).with_format(form)
-    loader = DataLoader(rows, batch_sampler=_planned(lengths, data), collate_fn=_collate_rows)
+    asked: Any = Rows(rows) if one_by_one else rows
+    loader = DataLoader(asked, batch_sampler=_planned(lengths, data), collate_fn=_collate_rows)
     yield from loader
+
+
+def read_blocks(folder: Path) -> Iterator[Pair]:
+    """Our own shards, opened and then taken apart pair by pair: what is left of their speed under a loop in Python."""
+    yield from pairs_of(ShardReader(folder, read_index(folder)))
 
 
 def planned_batches(pairs: Iterable[Pair], data: DataConfig) -> Iterator[Arrays]:

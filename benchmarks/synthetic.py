@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.api import UNK
+from data_pipeline.api import SPECIAL_IDS, UNK
 from data_pipeline.index import FORMAT_VERSION, Index, write_index
 from data_pipeline.plan import Lengths
 from data_pipeline.ragged import Integers, smallest_unsigned
 from data_pipeline.shards import Block, ShardReader, write_shard
-from data_pipeline.tokenizer import SPECIAL_IDS
 
 VOCABULARY = 32_000
 PAIRS_PER_BLOCK = 4096

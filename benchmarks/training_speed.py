@@ -15,6 +15,7 @@ from dist_tfm.engine.base import Engine
 from dist_tfm.errors import RunError
 from dist_tfm.metrics.flops import measured_gemm_peak, model_flops_utilisation, training_flops
 from dist_tfm.metrics.meter import StepCounts, global_counts, local_counts, peak_memory_bytes
+from dist_tfm.parallel.memory import give_back_freed_memory
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.building import build_engine
 
@@ -42,6 +43,7 @@ def measure_training(
         loader = stack.enter_context(BlockLoader(prepared.train, config.data, config.train.seed, rank=0, dp=1))
         engine = build_engine(config, vocabulary, topology)
         stack.callback(engine.close)
+        give_back_freed_memory()
         train_chunk(engine, loader, 1, chunk)
         for first in range(chunk + 1, chunk + steps + 1, chunk):
             peaks.append(measured_gemm_peak(topology.device, kind, seconds=gemm_seconds))

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 from data_pipeline.steps import DEFAULT_STEPS, Steps
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
+SPECIAL_IDS = {"pad": PAD, "bos": BOS, "eos": EOS, "unk": UNK}
 """Special ids of every tokenizer of this project; index.json records them and they are checked on reading."""
 
 SECTION = ConfigDict(extra="forbid", allow_inf_nan=False)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from data_pipeline.api import SPECIAL_IDS
 from data_pipeline.clean import CleaningReport
 from data_pipeline.encode import Encoder, Piece
 from data_pipeline.errors import InputError
@@ -17,7 +18,7 @@ from data_pipeline.index import FORMAT_VERSION, Index, ShardEntry
 from data_pipeline.parts import EncodedPairs, Part, merge_slices
 from data_pipeline.ragged import starts_of
 from data_pipeline.shards import Block, write_shard
-from data_pipeline.tokenizer import SPECIAL_IDS, Tokenizer
+from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.validation import SOURCE_TEXT, TARGET_TEXT
 
 NAMED_LINES = 5

@@ -14,10 +14,9 @@ from typing import Annotated, NamedTuple
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from data_pipeline.api import NotNegative, Positive
+from data_pipeline.api import SPECIAL_IDS, NotNegative, Positive
 from data_pipeline.errors import InputError, shown
 from data_pipeline.files import read_regular, write_json_atomically
-from data_pipeline.tokenizer import SPECIAL_IDS
 
 FORMAT_VERSION = 1
 INDEX_FILE = "index.json"

@@ -17,9 +17,9 @@ from data_pipeline.errors import InputError
 from data_pipeline.files import read_regular
 from data_pipeline.ragged import Integers, smallest_unsigned
 from data_pipeline.tokenizer_training import train_tokenizer
-from data_pipeline.vocabularies import SPECIAL_IDS, open_vocabulary, split_file
+from data_pipeline.vocabularies import open_vocabulary, split_file
 
-__all__ = ["SPECIAL_IDS", "Tokenizer", "train_tokenizer"]
+__all__ = ["Tokenizer", "train_tokenizer"]
 
 _TO_SPACE = {ord(character): " " for character in LINE_SEPARATORS}
 

@@ -13,12 +13,11 @@ import sentencepiece
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from data_pipeline.api import BOS, EOS, PAD, UNK
+from data_pipeline.api import SPECIAL_IDS, UNK
 from data_pipeline.errors import InputError, shorten
 from data_pipeline.ragged import Integers, flatten
 from data_pipeline.word_table import WordTable
 
-SPECIAL_IDS = {"pad": PAD, "bos": BOS, "eos": EOS, "unk": UNK}
 SPECIAL_PIECES = ("<pad>", "<s>", "</s>", "<unk>")
 """The special ids' names, in the order of the ids."""
 

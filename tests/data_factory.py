@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.api import SPECIAL_IDS
 from data_pipeline.index import FORMAT_VERSION, Index, write_index
 from data_pipeline.shards import Block, ShardReader, write_shard
-from data_pipeline.tokenizer import SPECIAL_IDS
 
 VOCABULARY = 500
 CHECKSUM = "c" * 64

@@ -7,9 +7,9 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2 as proto
 
-from data_pipeline.api import UNK
+from data_pipeline.api import SPECIAL_IDS, UNK
 from data_pipeline.files import read_regular
-from data_pipeline.vocabularies import SPECIAL_IDS, SPECIAL_PIECES
+from data_pipeline.vocabularies import SPECIAL_PIECES
 from dist_tfm.errors import InputError
 from dist_tfm.interop.reading import read_object
 from dist_tfm.interop.translation import Order

@@ -24,15 +24,34 @@ def keep_freed_memory(variables: Mapping[str, str] = os.environ) -> bool:
     which the kernel must clear (measured in docs/benchmarks.md). Nothing is done where the user has set malloc's own
     variables (MALLOC_..., GLIBC_TUNABLES), or where there is no glibc. Call it before large tensors are made.
     """
-    if any(name.startswith("MALLOC_") for name in variables) or "malloc" in variables.get("GLIBC_TUNABLES", ""):
-        return False
-    if platform.libc_ver()[0] != "glibc":
+    if not _may_tell(variables):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     told = bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
     if told:
         use_huge_pages()
     return told
+
+
+def give_back_freed_memory(variables: Mapping[str, str] = os.environ) -> bool:
+    """Gives all that malloc keeps freed back to the operating system, once; True if it did.
+
+    For the moment when building is over: what it has used and freed, which is more than the weights, lies in pieces
+    between what stays, too small for the tensors of a step, and would be the process' for good. As `keep_freed_memory`
+    it leaves the user's own settings alone.
+    """
+    if not _may_tell(variables):
+        return False
+    given_back = bool(ctypes.CDLL(None).malloc_trim(0))
+    use_huge_pages()  # the heap has lost its end, and what was asked for it
+    return given_back
+
+
+def _may_tell(variables: Mapping[str, str]) -> bool:
+    """Whether malloc is glibc's, and the user has not set it himself."""
+    if any(name.startswith("MALLOC_") for name in variables) or "malloc" in variables.get("GLIBC_TUNABLES", ""):
+        return False
+    return platform.libc_ver()[0] == "glibc"
 
 
 def use_huge_pages(enabled: Path = HUGE_PAGES, overcommit: Path = OVERCOMMIT) -> int:

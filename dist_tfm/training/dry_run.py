@@ -22,6 +22,7 @@ from dist_tfm.metrics.meter import peak_memory_bytes
 from dist_tfm.metrics.writers import Console
 from dist_tfm.model.counting import parameter_counts
 from dist_tfm.parallel.collectives import together
+from dist_tfm.parallel.memory import give_back_freed_memory
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.parallel.traffic import pipeline_traffic, tensor_traffic
 from dist_tfm.training.building import build_engine, describe_layout, stage_plan
@@ -54,6 +55,7 @@ def rehearse(config: Config, topology: Topology) -> int:
         vocab_size, source_vocab_size = corpus.tokenizer.sizes
         engine = build_engine(config, vocab_size, topology, source_vocab_size)
         stack.callback(engine.close)
+        give_back_freed_memory()
         facts = engine.facts
         console.say(
             f"running on {facts.world_size} process(es), {facts.device}, {facts.precision}, ZeRO stage "

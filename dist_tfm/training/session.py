@@ -36,6 +36,7 @@ from dist_tfm.metrics.writers import (
 from dist_tfm.model.counting import parameter_counts
 from dist_tfm.parallel.attempt import note_stopped
 from dist_tfm.parallel.collectives import first_rank_alone, together
+from dist_tfm.parallel.memory import give_back_freed_memory
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.building import build_engine, describe_layout
 from dist_tfm.training.corpus import Corpus, open_corpus
@@ -84,6 +85,7 @@ def run(config: Config, topology: Topology, stop: StopRequest) -> int:
         engine = build_engine(config, vocab_size, topology, source_vocab_size)
         stack.callback(engine.close)
         _restore(setting, manager, checkpoint, engine, corpus)
+        give_back_freed_memory()
         # Only now: a start that fails on bad input must not bind the directory to its configuration.
         _begin_attempt(setting)
         writers = stack.enter_context(

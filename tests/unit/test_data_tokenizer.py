@@ -9,12 +9,12 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.api import TokenizerConfig
+from data_pipeline.api import SPECIAL_IDS, TokenizerConfig
 from data_pipeline.clean import LINE_SEPARATORS, normalise
 from data_pipeline.errors import InputError
 from data_pipeline.report import warn_of_rare_tokens
 from data_pipeline.sources import read_lines, resolve
-from data_pipeline.tokenizer import SPECIAL_IDS, Tokenizer, train_tokenizer
+from data_pipeline.tokenizer import Tokenizer, train_tokenizer
 from data_pipeline.tokenizer_training import adopt_model
 from data_pipeline.word_table import WordTable
 

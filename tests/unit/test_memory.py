@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from dist_tfm.parallel.memory import HUGE_PAGES, available_bytes, keep_freed_memory, use_huge_pages
+from dist_tfm.parallel.memory import (
+    HUGE_PAGES,
+    available_bytes,
+    give_back_freed_memory,
+    keep_freed_memory,
+    use_huge_pages,
+)
 
 RESIDENT = """
 import os, resource, sys
@@ -45,7 +51,34 @@ def test_freed_memory_stays_with_the_process() -> None:
         assert huge > 60_000_000  # as many as the machine has free in one piece
 
 
+HOLE = """
+import os, resource
+from dist_tfm.parallel.memory import give_back_freed_memory, keep_freed_memory
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+assert keep_freed_memory({})
+before = resident()
+building = [b"x" * 64_000_000 for _ in range(4)]
+kept = building[1], building[3]
+del building
+full = resident() - before
+assert give_back_freed_memory({})
+print(full, resident() - before, kept[0] == kept[1] == b"x" * 64_000_000)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_what_building_has_freed_is_given_back() -> None:
+    """Between two blocks that stay as well as behind them; what stays is what it was."""
+    done = subprocess.run([sys.executable, "-c", HOLE], capture_output=True, text=True, check=True)
+    full, left, same = done.stdout.split()
+    assert int(full) > 240_000_000
+    assert 120_000_000 < int(left) < 150_000_000
+    assert same == "True"
+
+
 def test_the_users_own_settings_win() -> None:
+    assert not give_back_freed_memory({"MALLOC_ARENA_MAX": "1"})
     assert not keep_freed_memory({"MALLOC_ARENA_MAX": "1"})
     assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
 

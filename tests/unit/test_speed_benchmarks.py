@@ -3,7 +3,9 @@
 import argparse
 import importlib.util
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ from benchmarks import (
     fused_projections,
     gpu_training,
     prepare_speed,
+    step_costs,
     train_throughput,
     training_peers,
 )
-from benchmarks.harness import ROOT, Recorder
-from benchmarks.training_peers import QUICK, measure_against
+from benchmarks.harness import ROOT, Recorder, Row
+from benchmarks.training_peers import MEMORY_UPDATES, QUICK, measure_against
 from benchmarks.training_worker import Worker
 from data_pipeline.api import Batch, TokenizerConfig
 from dist_tfm.config.schema import Config, LaunchConfig
@@ -103,10 +106,10 @@ def test_both_sides_train_on_the_same_micro_batches(monkeypatch: pytest.MonkeyPa
     assert rows["torch-bf16"]["ratio"] > 0
     assert rows["dist_tfm-bf16"]["ratio"] is None
     assert rows["torch-bf16"]["peak_fraction"] > 0
-    assert len(given) == len(OwnEngine.trained) == (1 + QUICK.rounds) * QUICK.chunk + 1
+    assert len(given) == len(OwnEngine.trained) == (1 + QUICK.rounds) * QUICK.chunk + MEMORY_UPDATES
     for theirs, ours in zip(given, OwnEngine.trained, strict=True):
         assert np.array_equal(theirs, ours.labels)
-    assert OwnEngine.trained[-1].labels.size > QUICK.budget
+    assert OwnEngine.trained[0].labels.size > QUICK.budget
 
 
 def test_a_peer_of_other_dimensions_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,11 +199,45 @@ def test_the_gpu_benchmark_trains_on_the_bare_loop_without_deepspeed(
     assert "DeepSpeed is not installed: the bare loop" in capsys.readouterr().err
 
 
-def test_the_script_for_a_gpu_runs_what_is_there() -> None:
-    script = ROOT / "benchmarks" / "gpu.sh"
-    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
-    for name in ("gpu_training", "attention_lengths"):
-        assert f"benchmarks/{name}.py" in script.read_text(encoding="utf-8")
+HIDE = """
+import sys
+stand_in = any(path.endswith("bare_host") for path in sys.path)
+sys.modules.update(dict.fromkeys(("deepspeed", "matplotlib", *(() if stand_in else ("pydantic", "pydantic_core")))))
+"""
+
+
+def run_gpu_script(folder: Path, python: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """gpu.sh as far as a CPU can run it."""
+    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), str(folder), "--device", "cpu", "--quick"]
+    environment = {**os.environ, "PYTHON": python, **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_the_script_for_a_gpu_runs_on_a_host_with_torch_and_little_else(tmp_path: Path) -> None:
+    """No DeepSpeed, no pydantic, no matplotlib."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    done = run_gpu_script(tmp_path / "rows", sys.executable, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    trained, attention = (
+        json.loads((tmp_path / "rows" / f"{name}.json").read_text()) for name in ("gpu_training", "attention_lengths")
+    )
+    check_rows(trained)
+    check_rows(attention)
+    assert {row["name"] for row in trained} >= {"bare-small-auto-256", "memory-bare-small-packed-auto-256"}
+    for said in ("DeepSpeed is not installed: the bare loop", "settings are not checked", "no plot will be drawn"):
+        assert said in done.stderr
+    assert not (tmp_path / "rows" / "attention_lengths.svg").exists()
+
+
+def test_the_script_for_a_gpu_names_the_package_that_it_cannot_do_without(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    done = run_gpu_script(tmp_path / "rows", sys.executable, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "expected the package torch" in done.stderr
+    assert not (tmp_path / "rows").exists()
+
+
+def test_the_cases_of_the_gpu_benchmark_have_names_of_their_own() -> None:
     assert len({case.name for case in gpu_training.CASES}) == len(gpu_training.CASES)
     assert {case.size for case in gpu_training.CASES} == {"base", "big"}
 
@@ -220,3 +257,44 @@ def test_preparing_that_loses_pairs_is_no_measurement(tmp_path: Path) -> None:
     (tmp_path / "train.en").write_text("\n".join(["", *lines[1:390], *[""] * 10, ""]), encoding="utf-8")
     with pytest.raises(RunError, match=r"of 400 pairs 38. were kept"):
         prepare_speed.seconds_to_prepare(data, TokenizerConfig(vocab_size=500), tmp_path / "shards", 400)
+
+
+@pytest.mark.parametrize("name", ["checkpointing-full", "loss-chunked", "loss-whole"])
+def test_a_step_and_a_loss_are_measured_in_a_process_of_their_own(name: str, tmp_path: Path) -> None:
+    assert step_costs.main(["--quick", "--only", name, "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    check_rows(rows)
+    assert [row["name"] for row in rows] == ["first-step", "step", "peak-memory"]
+    assert all(row["value"] > 0 for row in rows)
+
+
+def test_options_are_compared_with_the_plain_step_and_losses_with_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By numbers made up for each round: the first has nothing compiled."""
+    calls: dict[str, int] = {}
+
+    def measured(name: str, *_: object) -> dict[str, Row]:
+        calls[name] = turn = calls.get(name, 0) + 1
+        size = {"plain": 8.0, "native": 4.0, "compile": 2.0, "loss-chunked": 6.0, "loss-whole": 12.0}[name]
+        values = {"first-step": 100.0 / turn, "step": turn * size, "peak-memory": 2 * size}
+        origin = {
+            "command": "python benchmarks/step_costs.py",
+            "machine": "a CPU",
+            "commit": "abc",
+            "date": "2026-11-30",
+        }
+        return {what: Row(what, value, "s/step", None, None, **origin) for what, value in values.items()}
+
+    monkeypatch.setattr(step_costs, "_elsewhere", measured)
+    arguments = ["--rounds", "3", "--options", "native", "compile", "loss-whole", "--json", str(tmp_path / "rows.json")]
+    assert step_costs.main(arguments) == 0
+    assert calls == dict.fromkeys(("plain", "native", "compile", "loss-chunked", "loss-whole"), 3)
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))}
+    check_rows(list(rows.values()))
+    assert (rows["step-plain"]["value"], rows["step-plain"]["ratio"]) == (16, None)
+    assert (rows["step-native"]["value"], rows["step-native"]["ratio"]) == (8, 2)
+    assert (rows["peak-memory-native"]["value"], rows["peak-memory-native"]["ratio"]) == (8, 2)
+    assert (rows["step-loss-whole"]["ratio"], rows["step-loss-chunked"]["ratio"]) == (0.5, None)
+    assert rows["first-step-compile-cold"]["value"] == 100
+    assert rows["first-step-compile-warm"]["value"] == pytest.approx((50 + 100 / 3) / 2, rel=1e-5)
