@@ -42,6 +42,8 @@ SEED = 1
 MEMORY_UPDATES = 3
 """After how many equal updates the peak of memory is looked at: the second finds the heap in the pieces that the first
 has left, which makes a difference of 800 MB to fairseq."""
+PEAK = "GEMM peak"
+"""The contender that is no model: its speed is measured in turns, too, since that of a shared machine wanders."""
 SAME_PARAMETERS = 0.02
 """Peers differ from us in biases and norms, by this share at most and a bias a token: else sizes are not ours."""
 
@@ -137,10 +139,12 @@ def measure_against(
             files = [_write(batches, folder / f"round_{number}.npz") for number, batches in enumerate(rounds)]
             calls: dict[str, Callable[[], float]] = {"ours": _in_turn(ours.train, rounds)}
             calls |= {name: _in_turn(peer.train, files) for name, peer in theirs.items()}
-            seconds = interleave(calls, len(rounds))
-        kind = torch.float32 if dtype == "fp32" else torch.bfloat16
-        peak = measured_gemm_peak(topology.device, kind, seconds=0.3)
-        _record_speeds({name: times[1:] for name, times in seconds.items()}, rounds[1:], config, peak, recorder)
+            kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+            calls[PEAK] = lambda: measured_gemm_peak(topology.device, kind, seconds=0.3)
+            found = interleave(calls, len(rounds))
+        measured = {name: values[1:] for name, values in found.items()}
+        peaks = measured.pop(PEAK)
+        _record_speeds(measured, rounds[1:], config, peaks, recorder)
 
 
 def configured(config: Config, comparison: Comparison) -> Config:
@@ -202,14 +206,18 @@ def _in_turn(train: Callable[[Any], float], parts: Sequence[Any]) -> Callable[[]
 
 
 def _record_speeds(
-    seconds: dict[str, list[float]], rounds: Sequence[Sequence[Batch]], config: Config, peak: float, recorder: Recorder
+    seconds: dict[str, list[float]],
+    rounds: Sequence[Sequence[Batch]],
+    config: Config,
+    peaks: Sequence[float],
+    recorder: Recorder,
 ) -> None:
-    """Medians over rounds, whose micro-batches hold different numbers of tokens."""
+    """Medians over rounds, whose micro-batches hold different numbers of tokens; peaks: of the GEMM, in each."""
     dtype = config.precision.dtype
     tokens = [sum(b.source_tokens + b.target_tokens for b in batches) for batches in rounds]
     flops = [training_flops(config.model, VOCABULARY, length_sums(batches)) for batches in rounds]
     for name, times in seconds.items():
-        share = statistics.median(map(partial(model_flops_utilisation, peak=peak), flops, times))
+        share = statistics.median(map(model_flops_utilisation, flops, times, peaks))
         speed = statistics.median(count / t for count, t in zip(tokens, times, strict=True))
         compiled = "-cpp" if name == "ours" and config.train.kernels == "native" else ""
         row = f"{'dist_tfm' if name == 'ours' else name}-{dtype}{compiled}"
