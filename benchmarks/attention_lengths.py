@@ -94,11 +94,12 @@ def _measure(length: int, dtype: str, options: argparse.Namespace, rounds: int, 
         call = build(backend, dtype, sentences, length, options.device)
         try:
             kept = kept_bytes(call)
-        except RuntimeError as fault:
-            # The others go on where memory is short, or where what compiles flex is not there or cannot.
+        except Exception as fault:
+            # The others go on where memory is short, or where what compiles flex is not there or cannot: whatever it
+            # raises comes from a compiler.
             if backend != "flex" and not isinstance(fault, torch.OutOfMemoryError):
                 raise
-            say(f"{backend}, {dtype}, {length} tokens: left out, since it failed: {fault}")
+            say(f"{backend}, {dtype}, {length} tokens: left out, since it failed: {fault!r}")
             continue
         calls[backend] = call
         recorder.add(f"kept-{backend}-{dtype}-{length}", kept, "bytes")

@@ -298,3 +298,28 @@ def test_options_are_compared_with_the_plain_step_and_losses_with_ours(
     assert (rows["step-loss-whole"]["ratio"], rows["step-loss-chunked"]["ratio"]) == (0.5, None)
     assert rows["first-step-compile-cold"]["value"] == 100
     assert rows["first-step-compile-warm"]["value"] == pytest.approx((50 + 100 / 3) / 2, rel=1e-5)
+
+
+def test_a_kernel_for_which_memory_is_short_is_left_out_and_a_fault_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = attention_lengths.build
+
+    def breaking(backend: str, *rest: Any) -> Any:
+        def fail() -> float:
+            raise faults[backend]
+
+        return fail if backend in faults else build(backend, *rest)
+
+    monkeypatch.setattr(attention_lengths, "build", breaking)
+    rows = tmp_path / "rows.json"
+    arguments = ["--quick", "--dtypes", "fp32", "--json", str(rows), "--backends", "sdpa"]
+    faults: dict[str, Exception] = {"matmul": torch.OutOfMemoryError("too large")}
+    assert attention_lengths.main([*arguments, "matmul"]) == 0
+    assert {row["name"].split("-")[1] for row in json.loads(rows.read_text())} == {"sdpa"}
+    assert (
+        "matmul, fp32, 32 tokens: left out, since it failed: OutOfMemoryError('too large')" in capsys.readouterr().err
+    )
+    faults = {"matmul": RuntimeError("a fault of ours")}
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        attention_lengths.main([*arguments, "matmul"])
