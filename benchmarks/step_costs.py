@@ -149,8 +149,11 @@ def _measure_loss(name: str, threads: int, quick: bool, recorder: Recorder) -> N
 
     torch.set_num_threads(threads)
     tokens, width = (64, 16) if quick else (4096, 512)
+    # As small as trained ones: larger scores have probabilities too small for normal numbers, which take many times as
+    # long.
     hidden, weight = (
-        torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True) for rows in (tokens, VOCABULARY)
+        (torch.randn(rows, width) * scale).bfloat16().requires_grad_()
+        for rows, scale in ((tokens, 1.0), (VOCABULARY, width**-0.5))
     )
     labels = torch.randint(4, VOCABULARY, (tokens,))
 
