@@ -32,6 +32,7 @@ from tests.jobs import run_program, small_project
 
 KEYS = ["name", "value", "unit", "ratio", "peak_fraction", "command", "machine", "commit", "date"]
 SCRIPTS = (
+    "attention_lengths",
     "decode_throughput",
     "depth",
     "fused_projections",
@@ -41,6 +42,7 @@ SCRIPTS = (
     "parallel_overhead",
     "plan_quality",
     "prepare_speed",
+    "step_costs",
     "table3",
     "tiny_trials",
     "train_throughput",
