@@ -31,7 +31,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck --external-sources slurm/*.sbatch launch/*.sh .ci/run
+	$(BIN)/shellcheck --external-sources slurm/*.sbatch launch/*.sh benchmarks/gpu.sh .ci/run
 
 format: install
 	$(BIN)/ruff check --fix .
