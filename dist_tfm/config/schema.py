@@ -136,7 +136,7 @@ class TrainConfig:
     activation_checkpointing: Annotated[
         str, Field(pattern=r"^(none|full|attention|feed_forward|every_[1-9][0-9]{0,3})$")
     ] = "none"  # what is computed again instead of kept; every_n: each n-th layer; docs/speed.md
-    kernels: Literal["torch", "native"] = "torch"  # native: the loss's rows and dropout in C++, on CPUs; docs/speed.md
+    kernels: Literal["torch", "native"] = "torch"  # native: loss rows, dropout and Adam in C++, on CPUs; docs/speed.md
     compile: bool = False  # whether layers are compiled by torch.compile: minutes at the start of every run
     label_smoothing: Probability = 0.1
     ema: Probability = 0.0  # decay of a moving average of the weights, kept in checkpoints; 0: none (the paper)

@@ -59,7 +59,7 @@ class EngineFacts:
     tensor_parallel: int
     pipeline_parallel: int
     device: str
-    kernels: str  # "torch", or "native" where dropout and the loss's rows are compiled C++
+    kernels: str  # "torch", or "native" where dropout, the loss's rows and Adam are compiled C++
 
 
 @dataclass(frozen=True)

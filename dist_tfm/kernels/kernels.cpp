@@ -1,6 +1,6 @@
 // Kernels for training on a CPU. Plain C functions over contiguous arrays, without torch's headers: they compile in
 // about a second. Each has a twin in plain torch that tests hold it against (dist_tfm/training/smoothing.py,
-// dist_tfm/kernels/dropout.py). Shapes: N rows, V tokens of the vocabulary.
+// dist_tfm/kernels/dropout.py, torch.optim.AdamW). Shapes: N rows, V tokens of the vocabulary, E elements.
 
 #include <cmath>
 #include <cstdint>
@@ -165,6 +165,28 @@ void dropout(const T* x, T* y, int64_t size, uint64_t key, uint32_t threshold, f
     }
 }
 
+struct Rule {
+    float rate, decay, beta2, rest1, rest2, correction, eps;  // rest: what is left to 1
+};
+
+// One pass over memory: what is read of an element is read once, and its copy in bf16 costs no second look at it.
+template <bool copied>
+void adam(float* weights, const float* gradients, float* means, float* squares, bf16* copies, int64_t size,
+          const Rule rule, int threads) {
+#pragma omp parallel for simd schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < size; ++i) {
+        const float gradient = gradients[i];
+        const float mean = means[i] + rule.rest1 * (gradient - means[i]);
+        const float square = squares[i] * rule.beta2 + rule.rest2 * gradient * gradient;
+        const float weight =
+            weights[i] * rule.decay - rule.rate * mean / (std::sqrt(square) / rule.correction + rule.eps);
+        means[i] = mean;
+        squares[i] = square;
+        weights[i] = weight;
+        if (copied) copies[i] = narrow<bf16>(weight);
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -191,6 +213,25 @@ void dropout_bf16(const void* x, void* y, int64_t size, uint64_t key, uint32_t t
 
 void dropout_fp32(const void* x, void* y, int64_t size, uint64_t key, uint32_t threshold, float scale, int threads) {
     dropout(static_cast<const float*>(x), static_cast<float*>(y), size, key, threshold, scale, threads);
+}
+
+// Update number `step` (from 1) of AdamW: weights [E], the running means [E] of gradients [E] and of their squares.
+// copies [E], the new weights in bf16, or null.
+void adam_fp32(float* weights, const float* gradients, float* means, float* squares, void* copies, int64_t size,
+               double rate, double decay, double beta1, double beta2, double eps, int64_t step, int threads) {
+    const double correction = 1.0 - std::pow(beta1, static_cast<double>(step));
+    const Rule rule{static_cast<float>(rate / correction),
+                    static_cast<float>(1.0 - rate * decay),
+                    static_cast<float>(beta2),
+                    static_cast<float>(1.0 - beta1),
+                    static_cast<float>(1.0 - beta2),
+                    static_cast<float>(std::sqrt(1.0 - std::pow(beta2, static_cast<double>(step)))),
+                    static_cast<float>(eps)};
+    if (copies == nullptr) {
+        adam<false>(weights, gradients, means, squares, nullptr, size, rule, threads);
+    } else {
+        adam<true>(weights, gradients, means, squares, static_cast<bf16*>(copies), size, rule, threads);
+    }
 }
 
 }

@@ -1,8 +1,8 @@
-"""The compiled kernels as functions of tensors. Shapes: N rows, V tokens of the vocabulary."""
+"""The compiled kernels as functions of tensors. Shapes: N rows, V tokens of the vocabulary, E elements."""
 
 import ctypes
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,19 @@ _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 _ALL = (1 << 64) - 1
 _INT, _FLOAT, _DOUBLE = ctypes.c_int, ctypes.c_float, ctypes.c_double
 _CROSS_ENTROPY = (*[_POINTER] * 3, _INT64, _INT64, _DOUBLE, _INT, _INT, _POINTER, _POINTER)
+_ADAM = (*[_POINTER] * 5, _INT64, *[_DOUBLE] * 5, _INT64, _INT)
 _DROPOUT = (_POINTER, _POINTER, _INT64, ctypes.c_uint64, ctypes.c_uint32, _FLOAT, _INT)
+
+
+class AdamRule(NamedTuple):
+    """Learning rate, decoupled weight decay and the constants of an update of Adam, whose number (from 1) is `step`."""
+
+    rate: float
+    decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    step: int
 
 
 class Kernels:
@@ -34,6 +46,7 @@ class Kernels:
             ) from error
         self._cross_entropy = _functions(loaded, "cross_entropy", ctypes.c_int, _CROSS_ENTROPY)
         self._dropout = _functions(loaded, "dropout", None, _DROPOUT)
+        self._adam = _function(loaded, "adam_fp32", None, _ADAM)
 
     def __deepcopy__(self, memo: Any) -> "Kernels":
         return self  # functions, not state
@@ -70,6 +83,25 @@ class Kernels:
         function(x.data_ptr(), y.data_ptr(), x.numel(), spread(seed), threshold, scale, torch.get_num_threads())
         return y
 
+    def adam_(
+        self, weights: Tensor, gradients: Tensor, means: Tensor, squares: Tensor, rule: AdamRule, copies: Tensor | None
+    ) -> None:
+        """An update of AdamW on tensors of E elements in fp32, the first four in its words: parameters, gradients,
+        exp_avg, exp_avg_sq. copies: of E elements in bf16, set to the new weights; None where none are wanted.
+
+        Raises ValueError for operands that the kernel cannot take.
+        """
+        operands = (weights, gradients, means, squares)
+        dtypes = (*[torch.float32] * 4, *[torch.bfloat16] * (copies is not None))
+        every = operands if copies is None else (*operands, copies)
+        if any(t.numel() != weights.numel() or t.dtype != d for t, d in zip(every, dtypes, strict=True)):
+            found = ", ".join(f"{t.numel()} in {t.dtype}" for t in every)
+            raise ValueError(f"expected as many elements everywhere, in fp32 (copies in bf16), found {found}")
+        for tensor in every:
+            _suffix(tensor)
+        pointers = *(t.data_ptr() for t in operands), None if copies is None else copies.data_ptr()
+        self._adam(*pointers, weights.numel(), *rule, torch.get_num_threads())
+
 
 def keep_rule(x: Tensor, probability: float) -> tuple[int, float]:
     """(drawn number from which on an element is kept, factor of what is kept). Raises ValueError where x has more
@@ -104,9 +136,10 @@ def _suffix(tensor: Tensor) -> str:
 
 
 def _functions(library: ctypes.CDLL, name: str, result: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    found = {}
-    for suffix in _SUFFIXES.values():
-        function = getattr(library, f"{name}_{suffix}")
-        function.restype, function.argtypes = result, list(arguments)
-        found[suffix] = function
-    return found
+    return {suffix: _function(library, f"{name}_{suffix}", result, arguments) for suffix in _SUFFIXES.values()}
+
+
+def _function(library: ctypes.CDLL, name: str, result: Any, arguments: tuple[Any, ...]) -> Any:
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function

@@ -80,6 +80,7 @@ def build_engine(config: Config, vocab_size: int, topology: Topology, source_voc
         rate=rate_function(config.schedule, config.model.d_model),
         passes=part.passes,
         ema=config.train.ema,
+        kernels=kernels,
     )
 
 

@@ -15,7 +15,7 @@ from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.loss import TranslationLoss
 from tests.distributed.build import build_engine, evaluate, gather_state, train_step
-from tests.distributed.cases import SAVE_STEP, Poisoned, evaluated_batch, manager_of, save
+from tests.distributed.cases import SAVE_STEP, Poisoned, evaluated_batch, manager_of, native_kernels, save
 from tests.oracle import Recipe, build_model
 
 DECAY = 0.6
@@ -24,7 +24,9 @@ DECAY = 0.6
 KINDS = (*STATE_KINDS, "ema")
 
 
-def averaging(topology: Topology, folder: Path, name: str, stage: int, recipe: Recipe) -> dict[str, Any]:
+def averaging(
+    topology: Topology, folder: Path, name: str, stage: int, recipe: Recipe, native: bool = False
+) -> dict[str, Any]:
     """Trains with an average, evaluates it between steps, checkpoints and snapshots it, skips a step."""
     poison: list[Poisoned] = []
 
@@ -32,7 +34,8 @@ def averaging(topology: Topology, folder: Path, name: str, stage: int, recipe: R
         poison.append(Poisoned(loss))
         return poison[0]
 
-    engine = build_engine(topology, stage, recipe, wrap=wrap, ema=DECAY)
+    kernels = native_kernels(folder) if native else None
+    engine = build_engine(topology, stage, recipe, wrap=wrap, ema=DECAY, kernels=kernels)
     expected = weights_of(gather_state(engine, KINDS), "fp32")
     steps, errors, evaluations = [], [], []
     for step in range(1, SAVE_STEP + 1):

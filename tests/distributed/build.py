@@ -25,6 +25,7 @@ from dist_tfm.config.schema import (
 from dist_tfm.engine.base import STATE_KINDS, LossSums
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
 from dist_tfm.engine.fragments import base_optimizer, flat_tensors
+from dist_tfm.kernels.native import Kernels
 from dist_tfm.model.layers import LayerRunner
 from dist_tfm.model.transformer import Transformer
 from dist_tfm.parallel.partition import StagePlan
@@ -49,6 +50,7 @@ def build_engine(
     wrap: Callable[[Any], nn.Module] | None = None,
     ema: float = 0.0,
     plan: StagePlan | None = None,
+    kernels: Kernels | None = None,
 ) -> DeepSpeedEngine:
     """The engine as the training script builds it; plan: where a pipeline is cut, on a topology that has one.
 
@@ -75,6 +77,7 @@ def build_engine(
         rate=rate_function(config.schedule, recipe.model.d_model),
         passes=part.passes,
         ema=ema,
+        kernels=kernels,
     )
 
 

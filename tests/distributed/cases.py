@@ -2,6 +2,7 @@
 safetensors files, written by rank 0."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,10 @@ from data_pipeline.api import PAD, Batch
 from dist_tfm.checkpoint.manager import CheckpointManager
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
 from dist_tfm.engine.fragments import base_optimizer, flat_tensors
+from dist_tfm.kernels.building import build
+from dist_tfm.kernels.native import Kernels
 from dist_tfm.model.layers import LayerRunner, run_plainly
+from dist_tfm.parallel.tags import tag_of
 from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.randomness import SeededRunner
@@ -38,11 +42,19 @@ def save(engine: DeepSpeedEngine, manager: CheckpointManager, step: int, folder:
 
 
 def exact(
-    topology: Topology, folder: Path, name: str, stage: int, recipe: Recipe, checkpointing: bool = False
+    topology: Topology,
+    folder: Path,
+    name: str,
+    stage: int,
+    recipe: Recipe,
+    checkpointing: bool = False,
+    native: bool = False,
 ) -> dict[str, Any]:
-    """Trains; keeps the state after the first and the last step, and a checkpoint of SAVE_STEP."""
+    """Trains; keeps the state after the first and the last step, and a checkpoint of SAVE_STEP. native: with Adam as a
+    compiled kernel."""
     started = time.monotonic()
-    engine = build_engine(topology, stage, recipe, checkpointing)
+    kernels = native_kernels(folder) if native else None
+    engine = build_engine(topology, stage, recipe, checkpointing, kernels=kernels)
     start = gather_state(engine, ("fp32",))
     drawn = {f"fp32/{name}": p.detach() for name, p in build_model(recipe).named_parameters()}
     exact_start = all(torch.equal(start[key].view(-1), value.view(-1)) for key, value in drawn.items())
@@ -54,8 +66,21 @@ def exact(
     last = gather_state(engine)
     _write_state(topology, folder / f"{topology.world.size}_{name}.safetensors", first=first, last=last)
     facts = vars(engine.facts) | {"updates": engine.updates}
+    rounded = whole_weights_are(engine, last)
     engine.close()
-    return {"steps": steps, "facts": facts, "exact_start": exact_start, "seconds": time.monotonic() - started}
+    seconds = time.monotonic() - started
+    return {"steps": steps, "facts": facts, "exact_start": exact_start, "rounded": rounded, "seconds": seconds}
+
+
+def whole_weights_are(engine: DeepSpeedEngine, state: dict[str, Tensor]) -> bool:
+    """Whether the weights that are computed with are the rounded masters, where a rank holds whole ones; else True."""
+    named = ((p, state[f"fp32/{tag_of(p).name}"]) for p in engine._model.parameters())
+    return all(torch.equal(p.detach(), w.to(p.dtype)) for p, w in named if p.shape == w.shape)
+
+
+def native_kernels(folder: Path) -> Kernels:
+    """The compiled kernels, in a cache of these tests."""
+    return Kernels(build({**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}))
 
 
 class WholeLogits(nn.Module):

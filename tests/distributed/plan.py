@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_tfm.parallel.topology import Topology
+from tests import compiler
 from tests.distributed import average_cases, cases, checkpoint_cases, recomputation_cases, tensor_cases
 from tests.distributed.build import arranged
 from tests.distributed.pipeline_plan import PIPELINE_AFTER, PIPELINE_WORLDS
@@ -22,10 +23,11 @@ class Exact(NamedTuple):
     recipe: Recipe
     checkpointing: bool = False
     tp: int = 1
+    native: bool = False
 
     @property
     def name(self) -> str:
-        recipe, extra = self.recipe, "_recomputed" if self.checkpointing else ""
+        recipe, extra = self.recipe, "_recomputed" * self.checkpointing + "_native" * self.native
         divided = f"_tp{self.tp}" if self.tp > 1 else ""
         modern = "_modern" if recipe.modern else ""
         return f"{recipe.norm}{modern}_{recipe.precision}_m{recipe.micro_batches}_stage{self.stage}{extra}{divided}"
@@ -83,6 +85,12 @@ EXACT: dict[str, list[Exact]] = {
         *(*TP2, *TP2_BF16, Exact(1, ODD, True, tp=2), Exact(2, PRE[2], tp=2)),
     ],
 }
+
+NATIVE: dict[str, list[Exact]] = {
+    "1": [e._replace(native=True) for e in (*FP32, BF16[0], BF16[1], BF16[3])],
+    "2": [e._replace(native=True) for e in (FP32[0], BF16[1], BF16[2], TP2[0], TP2_BF16[1])],
+}
+"""Runs whose Adam is a compiled kernel, beside runs of `EXACT` with torch's: worlds have them where a compiler is."""
 
 LOADS: dict[str, list[Load]] = {
     "3": [Load(1, FP32[1], FP32[3]), Load(1, FP32[0], FP32[2]), Load(3, FP32[2], FP32[2])],
@@ -152,6 +160,9 @@ EVALUATED: dict[str, list[Exact]] = {
 AVERAGED: dict[str, list[Exact]] = {"1": [FP32[1]], "3": [FP32[3]], "2": [*FP32, BF16[1], TP2[1]]}
 """Runs with a moving average of their weights."""
 
+NATIVE_AVERAGED: dict[str, list[Exact]] = {"1": [NATIVE["1"][5]]}
+"""One of `NATIVE` in bf16 at stage 1, where masters change in other ways than by an update too."""
+
 AVERAGES_LOADED: dict[str, list[tuple[int, Exact, int]]] = {
     "2": [(3, FP32[3], 1), (1, FP32[1], 3), (3, FP32[3], 0)],
     "1b": [(2, FP32[0], 2), (2, BF16[1], 1), (2, TP2[1], 2)],
@@ -177,10 +188,9 @@ def skip_name(exact: Exact, what: str, value: str) -> str:
 
 def _training_cases(world: str) -> dict[str, Case]:
     found: dict[str, Case] = {}
-    for e in EXACT.get(world, ()):
-        found[e.name] = e.on(
-            partial(cases.exact, name=e.name, stage=e.stage, recipe=e.recipe, checkpointing=e.checkpointing)
-        )
+    for e in (*EXACT.get(world, ()), *(NATIVE.get(world, ()) if compiler.FOUND else ())):
+        settings: dict[str, Any] = {"checkpointing": e.checkpointing, "native": e.native}
+        found[e.name] = e.on(partial(cases.exact, name=e.name, stage=e.stage, recipe=e.recipe, **settings))
     for e in EVALUATED.get(world, ()):
         name = f"evaluate_{e.name}"
         found[name] = e.on(partial(cases.evaluating, name=name, stage=e.stage, recipe=e.recipe))
@@ -206,6 +216,11 @@ def _average_cases(world: str) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for e in AVERAGED.get(world, ()):
         found[f"average_{e.name}"] = e.on(partial(average_cases.averaging, name=e.name, stage=e.stage, recipe=e.recipe))
+    for e in NATIVE_AVERAGED.get(world, ()) if compiler.FOUND else ():
+        name = f"average_{e.name}"
+        found[name] = e.on(
+            partial(average_cases.averaging, name=e.name, stage=e.stage, recipe=e.recipe, native=e.native)
+        )
     for source, written, stage in AVERAGES_LOADED.get(world, ()):
         found[f"average_load_{source}_{written.name}_stage{stage}"] = partial(
             average_cases.loading, source=source, written=written.name, stage=stage, recipe=written.recipe

@@ -46,6 +46,7 @@ def test_every_step_equals_the_oracle(worlds: Worlds, world: str, exact: Exact) 
     assert within(found, tolerance_of(exact)), found
     # In bf16 too the master weights start from the very weights drawn, not from rounded ones.
     assert by_rank[0]["exact_start"]
+    assert all(result["rounded"] for result in by_rank)
     # Loss, norm and rate are global: every rank must report the same ones.
     assert all(result["steps"] == by_rank[0]["steps"] for result in by_rank)
 

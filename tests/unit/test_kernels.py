@@ -3,9 +3,9 @@
 import math
 import os
 import pwd
-import shutil
 import threading
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor
 from dist_tfm.config.layout import check_device
 from dist_tfm.config.loading import SECTIONS, check_sections
 from dist_tfm.config.schema import Config, ModelConfig, TrainConfig
+from dist_tfm.engine.eager_adam import EagerAdamW
+from dist_tfm.engine.native_adam import NativeUpdate
 from dist_tfm.errors import ConfigError
 from dist_tfm.kernels import building
 from dist_tfm.kernels.building import build
 from dist_tfm.kernels.dropout import CountedDropout, drawn_numbers, dropout_plainly
-from dist_tfm.kernels.native import Kernels
+from dist_tfm.kernels.native import AdamRule, Kernels
 from dist_tfm.model.dropout import Dropout
 from dist_tfm.model.initialization import initialize
 from dist_tfm.model.layers import LayerRunner
@@ -30,21 +32,18 @@ from dist_tfm.training.native import NativeRowLoss, use_counted_dropout
 from dist_tfm.training.projected_loss import projected_loss
 from dist_tfm.training.randomness import SeededRunner
 from dist_tfm.training.smoothing import Goal, row_loss
+from tests.compiler import require_compiler
 from tests.threads import on_ranks
 
 torch.set_num_threads(1)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 SMOOTHING = 0.1
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled kernels; without a compiler the tests are skipped, or fail where DIST_TFM_REQUIRE names it."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        reason = "no C++ compiler: install g++ or name another one in the variable CXX"
-        if "compiler" in os.environ.get("DIST_TFM_REQUIRE", "").split(","):
-            pytest.fail(f"DIST_TFM_REQUIRE=compiler, but {reason}")
-        pytest.skip(reason)
+    require_compiler()
     return build({**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))})
 
 
@@ -222,6 +221,104 @@ def test_a_model_trains_alike_and_recomputes_its_masks(kernels: Kernels) -> None
         assert torch.equal(one, three)
     assert not torch.equal(once[0], other[0])
     assert not torch.equal(once[0], native[0])
+
+
+class Updated(NamedTuple):
+    """Weights and moments after updates, and a bf16 copy of the weights, if one was kept."""
+
+    weights: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    copies: Tensor | None = None
+
+
+def updated(
+    start: Tensor, gradients: list[Tensor], update: NativeUpdate | None, copied: bool = False, **settings: Any
+) -> Updated:
+    """After an update of each gradient, with a learning rate of its own."""
+    weights = start.clone().requires_grad_()
+    adam = EagerAdamW([weights], update, lr=1.0, betas=(0.9, 0.98), fused=True, **settings)
+    zeros = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(start), "exp_avg_sq": torch.zeros_like(start)}
+    adam.state[weights].update(zeros)
+    copies = torch.zeros_like(start, dtype=torch.bfloat16) if copied else None
+    if update is not None and copies is not None:
+        update.keep_copy(weights, copies)
+    for step, gradient in enumerate(gradients):
+        weights.grad = gradient.clone()
+        adam.param_groups[0]["lr"] = 1e-3 * (step + 1)
+        adam.step()
+    assert float(adam.state[weights]["step"]) == len(gradients)
+    moments = (adam.state[weights][name] for name in ("exp_avg", "exp_avg_sq"))
+    return Updated(weights.detach(), *moments, copies)
+
+
+def gradients_of(size: int) -> list[Tensor]:
+    """Of twelve updates, by six orders of magnitude apart within each; one element never has any."""
+    generator = torch.Generator().manual_seed(size)
+    scale = 10.0 ** torch.linspace(-6, 0, size)
+    found = [torch.randn(size, generator=generator) * scale for _ in range(12)]
+    for gradient in found:
+        gradient[size // 2] = 0.0
+    return found
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["alone", "copied"])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("size", [1, 15, 1000, 100_003])
+def test_adam_is_torchs(kernels: Kernels, size: int, decay: float, copied: bool) -> None:
+    start, gradients = torch.randn(size), gradients_of(size)
+    settings = {"eps": 1e-9, "weight_decay": decay}
+    expected = updated(start, gradients, None, **settings)
+    found = updated(start, gradients, NativeUpdate(kernels), copied, **settings)
+    # What cancels out keeps the rounding of its terms: gradients, their squares, and weights moved by up to 0.012 each.
+    largest = torch.stack(gradients).abs().amax(dim=0)
+    for ours, theirs, terms in zip(found[:3], expected[:3], (torch.full_like(start, 0.1), largest, 0.0), strict=True):
+        assert bool(((ours - theirs).abs() <= 2e-6 * theirs.abs() + 2e-7 * terms).all())
+    assert not torch.equal(found.weights, start) or size == 1
+    if copied:
+        assert found.copies is not None
+        assert torch.equal(found.copies, found.weights.bfloat16())
+
+
+def test_threads_share_an_update(kernels: Kernels) -> None:
+    start, gradients = torch.randn(5000), gradients_of(5000)
+    one = updated(start, gradients, NativeUpdate(kernels), copied=True)
+    torch.set_num_threads(3)
+    try:
+        three = updated(start, gradients, NativeUpdate(kernels), copied=True)
+    finally:
+        torch.set_num_threads(1)
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(one, three, strict=True))
+
+
+def test_an_update_says_which_copies_it_has_written_once(kernels: Kernels) -> None:
+    update = NativeUpdate(kernels)
+    weights, other = (torch.ones(4, requires_grad=True) for _ in range(2))
+    update.keep_copy(weights, torch.zeros(4, dtype=torch.bfloat16))
+    group = {"lr": 1.0, "betas": (0.9, 0.98), "eps": 1e-9, "weight_decay": 0.0}
+    for tensor in (weights, other):
+        tensor.grad = torch.ones(4)
+        with torch.no_grad():
+            update(tensor, {name: torch.zeros(()) if name == "step" else torch.zeros(4) for name in MOMENTS}, group)
+    assert update.take_written() == {weights}
+    assert update.take_written() == set()
+    weights.grad = None
+    with pytest.raises(ValueError, match=r"expected a gradient of \[4\], found none"):
+        update(weights, {}, group)
+
+
+def test_adam_refuses_what_it_cannot_take(kernels: Kernels) -> None:
+    rule = AdamRule(1e-3, 0.0, 0.9, 0.98, 1e-9, 1)
+    fine = [torch.zeros(6) for _ in range(4)]
+    for place, wrong in ((1, torch.zeros(5)), (2, torch.zeros(6).double()), (3, torch.zeros(12)[::2])):
+        operands = [*fine[:place], wrong, *fine[place + 1 :]]
+        with pytest.raises(ValueError, match="expected"):
+            kernels.adam_(*operands, rule, None)
+    for copies in (torch.zeros(6), torch.zeros(7, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="copies in bf16"):
+            kernels.adam_(*fine, rule, copies)
+    with pytest.raises(ValueError, match="no closure"):
+        EagerAdamW([torch.zeros(1)], NativeUpdate(kernels)).step(lambda: 0.0)
 
 
 def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path, library: Path) -> None:
