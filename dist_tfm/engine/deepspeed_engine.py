@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,17 +51,30 @@ Rate = Callable[[int], float]
 """Learning rate of an optimizer update, counted from 1."""
 
 
+class Optimization(NamedTuple):
+    """How weights are updated.
+
+    groups: the optimizer's parameter groups, each with a `name` and its `weight_decay`.
+    settings: of Adam, and the bound of the gradient's norm.
+    rate: learning rate by update; it is set by hand before each update, there is no other schedule.
+    ema: decay of a moving average of the master weights; 0 keeps none.
+    kernels: compiled ones, of which Adam's takes the place of torch's; None for torch's.
+    """
+
+    groups: list[dict[str, Any]]
+    settings: OptimConfig
+    rate: Rate
+    ema: float = 0.0
+    kernels: Kernels | None = None
+
+
 class DeepSpeedEngine:
     """Implements `dist_tfm.engine.base.Engine`. Build it on every rank with the same weights; then use it collectively.
 
     model: whole, or the part of this rank's tensor shard (`parallel.plan.divide`) and pipeline stage
         (`parallel.stages.cut_stage`).
     loss: what `passes` takes micro-batches through. It holds `model` and no other parameter.
-    groups: the optimizer's parameter groups, each with a `name` and its `weight_decay`.
-    rate: learning rate by update; it is set by hand before each update, there is no other schedule.
     passes: how the micro-batches of a step go forward and backward, and what comes out.
-    ema: decay of a moving average of the master weights; 0 keeps none.
-    kernels: compiled ones, of which Adam's takes the place of torch's; None for torch's.
 
     Raises RunError where what DeepSpeed built is not what was asked for.
     """
@@ -70,28 +83,24 @@ class DeepSpeedEngine:
         self,
         loss: nn.Module,
         model: Transformer,
-        groups: list[dict[str, Any]],
-        optim: OptimConfig,
+        optimization: Optimization,
         precision: PrecisionConfig,
         zero_stage: int,
         topology: Topology,
-        rate: Rate,
         passes: Passes,
-        ema: float = 0.0,
-        kernels: Kernels | None = None,
     ) -> None:
         deepspeed = import_deepspeed(topology.device)
         self.updates = 0
         self._loss, self._model, self._topology = loss, model, topology
-        self._rate, self._passes = rate, passes
+        self._rate, self._passes = optimization.rate, passes
         tag_parameters(model)
         loss.to(topology.device)
         self._partitioned = zero_stage == 3
         # ZeRO-3 replaces this function in the whole process; close() then puts it back.
         self._linear = nn.functional.linear
-        update = None if kernels is None else NativeUpdate(kernels)
-        adam = _build_adam(groups, optim, zero_stage, rate(1), topology, update)
-        config = deepspeed_config(zero_stage, precision, optim)
+        update = None if optimization.kernels is None else NativeUpdate(optimization.kernels)
+        adam = _build_adam(optimization, update, zero_stage, topology)
+        config = deepspeed_config(zero_stage, precision, optimization.settings)
         rounds = precision.dtype != "fp32" and zero_stage > 0
         exact = {tag_of(p).name: p.detach().clone() for p in model.parameters()} if rounds else None
         unit = ModelParallelUnit(topology) if topology.axes.model.size > 1 else None
@@ -113,7 +122,8 @@ class DeepSpeedEngine:
             # DeepSpeed makes fp32 masters from weights that it has rounded before.
             set_masters(list_fragments(self._engine, 0, 1, divide=False), exact)
             refresh_weights(self._engine)
-        self._average = MovingAverage(flat_tensors(self._engine), ema) if ema else None
+        decay = optimization.ema
+        self._average = MovingAverage(flat_tensors(self._engine), decay) if decay else None
         self.facts = _read_facts(self._engine, model, topology)
         _check_facts(self.facts, precision, zero_stage, topology, self._engine)
 
@@ -222,19 +232,15 @@ class DeepSpeedEngine:
 
 
 def _build_adam(
-    groups: list[dict[str, Any]],
-    optim: OptimConfig,
-    zero_stage: int,
-    learning_rate: float,
-    topology: Topology,
-    update: Update | None,
+    optimization: Optimization, update: Update | None, zero_stage: int, topology: Topology
 ) -> torch.optim.Optimizer:
     """AdamW (Adam where weight_decay is 0), fused: unfused, a step of 26M parameters takes 0.24 s longer on a CPU.
 
     update: what takes the place of torch's own.
     """
+    groups, optim = optimization.groups, optimization.settings
     settings: dict[str, Any] = {
-        "lr": learning_rate,
+        "lr": optimization.rate(1),
         "betas": (optim.beta1, optim.beta2),
         "eps": optim.eps,
         "fused": True,

@@ -7,7 +7,7 @@ from torch import nn
 
 from dist_tfm.config.schema import Config
 from dist_tfm.engine.base import Engine
-from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
+from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine, Optimization
 from dist_tfm.engine.passes import Passes, PipelinePasses, RunnerFactory, WholePasses
 from dist_tfm.kernels.native import load_kernels
 from dist_tfm.model.initialization import deep_norm_gain, initialize
@@ -72,15 +72,17 @@ def build_engine(config: Config, vocab_size: int, topology: Topology, source_voc
     return DeepSpeedEngine(
         loss=part.module,
         model=part.model,
-        groups=parameter_groups(part.model, config.optim),
-        optim=config.optim,
+        optimization=Optimization(
+            groups=parameter_groups(part.model, config.optim),
+            settings=config.optim,
+            rate=rate_function(config.schedule, config.model.d_model),
+            ema=config.train.ema,
+            kernels=kernels,
+        ),
         precision=config.precision,
         zero_stage=config.parallel.zero_stage,
         topology=topology,
-        rate=rate_function(config.schedule, config.model.d_model),
         passes=part.passes,
-        ema=config.train.ema,
-        kernels=kernels,
     )
 
 

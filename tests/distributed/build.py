@@ -23,7 +23,7 @@ from dist_tfm.config.schema import (
     TrainConfig,
 )
 from dist_tfm.engine.base import STATE_KINDS, LossSums
-from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
+from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine, Optimization
 from dist_tfm.engine.fragments import base_optimizer, flat_tensors
 from dist_tfm.kernels.native import Kernels
 from dist_tfm.model.layers import LayerRunner
@@ -69,15 +69,17 @@ def build_engine(
     return DeepSpeedEngine(
         loss=wrap(part.module) if wrap else part.module,
         model=part.model,
-        groups=parameter_groups(part.model, config.optim),
-        optim=config.optim,
+        optimization=Optimization(
+            groups=parameter_groups(part.model, config.optim),
+            settings=config.optim,
+            rate=rate_function(config.schedule, recipe.model.d_model),
+            ema=ema,
+            kernels=kernels,
+        ),
         precision=config.precision,
         zero_stage=stage,
         topology=topology,
-        rate=rate_function(config.schedule, recipe.model.d_model),
         passes=part.passes,
-        ema=ema,
-        kernels=kernels,
     )
 
 
