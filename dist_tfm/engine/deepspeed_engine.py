@@ -24,6 +24,7 @@ from dist_tfm.engine.base import EngineFacts, Fragment, LossSums, StepResult
 from dist_tfm.engine.ds_config import deepspeed_config
 from dist_tfm.engine.eager_adam import EagerAdamW, Update
 from dist_tfm.engine.flat_gradients import FlatGradients
+from dist_tfm.engine.fp32_partitions import Fp32Partitions
 from dist_tfm.engine.fragments import (
     accumulated_gradient,
     base_optimizer,
@@ -115,6 +116,8 @@ class DeepSpeedEngine:
         if FlatGradients.fits(self._engine.optimizer):
             self._flat = FlatGradients(self._engine.optimizer)
             self._engine.enable_backward_allreduce = False
+        if Fp32Partitions.fits(self._engine.optimizer, zero_stage):
+            Fp32Partitions(self._engine.optimizer)
         if update is not None and UpdatedCopies.fits(self._engine.optimizer, topology.data.size):
             UpdatedCopies(self._engine.optimizer, update)
         create_state(self._engine)

@@ -37,6 +37,7 @@ from dist_tfm.training.schedule import rate_function
 from tests.batches import share, step_batches, target_tokens
 from tests.oracle import Recipe
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 RunnerFactory = Callable[[int, int], LayerRunner]
 
 
@@ -130,8 +131,8 @@ def train_steps(
 
 @contextlib.contextmanager
 def weighed(engine: DeepSpeedEngine) -> Iterator[dict[str, int]]:
-    """Bytes that this rank holds, filled in by the step taken inside: weights, gradients before the update, and masters
-    with moments, by the storages behind them."""
+    """Bytes that this rank holds, filled in by the step taken inside: weights, gradients before the update, and what
+    `optimizer_bytes` counts."""
     held: dict[str, int] = {}
     step = engine._engine.step
 
@@ -141,12 +142,18 @@ def weighed(engine: DeepSpeedEngine) -> Iterator[dict[str, int]]:
 
     with mock.patch.object(engine._engine, "step", weighing):
         yield held
-    state = base_optimizer(engine._engine).state
-    tensors = [
-        t for flat in flat_tensors(engine._engine) for t in (flat, state[flat]["exp_avg"], state[flat]["exp_avg_sq"])
-    ]
     held["weights"] = sum(p.nbytes for p in engine._model.parameters())
-    held["optimizer"] = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    held["optimizer"] = optimizer_bytes(engine)
+
+
+def optimizer_bytes(engine: DeepSpeedEngine) -> int:
+    """Memory of masters and moments beside the weights (which are masters themselves in fp32 at stages 0 and 1), by the
+    storages behind them."""
+    state = base_optimizer(engine._engine).state
+    tensors = (t for flat in flat_tensors(engine._engine) for t in (flat, *(state[flat][name] for name in MOMENTS)))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    weights = {p.untyped_storage().data_ptr() for p in engine._model.parameters()}
+    return sum(size for place, size in storages.items() if place not in weights)
 
 
 def gather_state(engine: DeepSpeedEngine, kinds: Sequence[str] = STATE_KINDS) -> dict[str, Tensor]:

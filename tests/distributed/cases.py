@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from data_pipeline.api import PAD, Batch
 from dist_tfm.checkpoint.manager import CheckpointManager
 from dist_tfm.engine.deepspeed_engine import DeepSpeedEngine
-from dist_tfm.engine.fragments import base_optimizer, flat_tensors
 from dist_tfm.kernels.building import build
 from dist_tfm.kernels.native import Kernels
 from dist_tfm.model.layers import LayerRunner, run_plainly
@@ -25,7 +24,15 @@ from dist_tfm.parallel.topology import Topology
 from dist_tfm.training.loss import TranslationLoss
 from dist_tfm.training.randomness import SeededRunner
 from tests.batches import make_batch
-from tests.distributed.build import build_engine, evaluate, gather_state, train_step, train_steps, whole_shapes
+from tests.distributed.build import (
+    build_engine,
+    evaluate,
+    gather_state,
+    optimizer_bytes,
+    train_step,
+    train_steps,
+    whole_shapes,
+)
 from tests.oracle import Recipe, build_model, summed_loss
 
 SAVE_STEP = 5
@@ -198,20 +205,15 @@ def skipping(topology: Topology, folder: Path, stage: int, recipe: Recipe, what:
     }
 
 
-def optimizer_bytes(topology: Topology, folder: Path, stage: int, recipe: Recipe) -> dict[str, int]:
-    """Memory that this rank holds for masters and moments, counted from the storages behind them, after a step."""
+def divided_bytes(topology: Topology, folder: Path, stage: int, recipe: Recipe) -> dict[str, int]:
+    """Memory that this rank holds for masters and moments beside its weights, after a step."""
     engine = build_engine(topology, stage, recipe)
     train_steps(engine, topology, recipe, 1, 1)
-    state = base_optimizer(engine._engine).state
-    storages = {}
-    for flat in flat_tensors(engine._engine):
-        for tensor in (flat, state[flat]["exp_avg"], state[flat]["exp_avg_sq"]):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+    held = optimizer_bytes(engine)
     parameters = sum(torch.Size(p.canonical_tag.shape).numel() for p in engine._model.parameters())  # type: ignore[attr-defined]
     local = sum(p.numel() for p in engine._model.parameters())
     engine.close()
-    return {"bytes": sum(storages.values()), "parameters": parameters, "local_parameters": local}
+    return {"bytes": held, "parameters": parameters, "local_parameters": local}
 
 
 def evaluating(topology: Topology, folder: Path, name: str, stage: int, recipe: Recipe) -> dict[str, Any]:

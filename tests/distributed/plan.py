@@ -201,7 +201,7 @@ def _training_cases(world: str) -> dict[str, Case]:
     if world in ROUNDED_ALIKE:
         found["first_gradient"] = partial(cases.first_gradient, name="first_gradient", stage=1, recipe=BF16[1].recipe)
     for stage in BYTES.get(world, ()):
-        found[f"bytes_stage{stage}"] = partial(cases.optimizer_bytes, stage=stage, recipe=BASE)
+        found[f"bytes_stage{stage}"] = partial(cases.divided_bytes, stage=stage, recipe=BASE)
     if world == "2":
         for fault in MUTANTS:
             found[fault] = partial(cases.mutant, name=fault, stage=1, recipe=BASE, fault=fault)

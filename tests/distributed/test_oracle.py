@@ -140,14 +140,15 @@ def test_non_finite_step_is_skipped_by_all_ranks(
 def test_optimizer_state_is_divided_over_ranks(worlds: Worlds, world: str, stage: int) -> None:
     ranks = int(world)
     for result in worlds.results(world, f"bytes_stage{stage}"):
-        whole = 3 * 4 * result["parameters"]  # master and two moments, fp32
+        # Master and two moments in fp32; at stage 1 in fp32 weights are their own masters.
+        whole = (2 if stage == 1 else 3) * 4 * result["parameters"]
         assert whole / ranks <= result["bytes"] <= 1.02 * whole / ranks  # padding may add a little
         assert (result["local_parameters"] == 0) == (stage == 3)  # between steps stage 3 holds no whole weight
 
 
 def test_optimizer_state_is_whole_at_stage_0(worlds: Worlds) -> None:
     for result in worlds.results("2", "bytes_stage0"):
-        assert result["bytes"] == 3 * 4 * result["parameters"]
+        assert result["bytes"] == 2 * 4 * result["parameters"]
 
 
 def test_closing_the_engine_puts_back_torch_linear(worlds: Worlds) -> None:

@@ -22,7 +22,7 @@ def theory(tp: int, dp: int) -> dict[str, float]:
     norms = 2 * model.encoder_layers + 3 * model.decoder_layers
     replicated = 2 * model.d_model * norms + model.d_model * (model.encoder_layers + model.decoder_layers)
     elements = (everything - replicated) / tp + replicated
-    return {"weights": 4 * elements, "gradients": 4 * elements, "optimizer": 3 * 4 * elements / dp}
+    return {"weights": 4 * elements, "gradients": 4 * elements, "optimizer": 2 * 4 * elements / dp}
 
 
 @pytest.mark.parametrize(
