@@ -31,6 +31,9 @@ def optimizer_of(rank: int) -> tuple[Any, list[nn.Parameter], Tensor]:
     optimizer = SimpleNamespace(
         dtype=torch.float32,
         reduce_gradients=None,
+        get_grad_norm_direct=None,
+        dp_process_group=GROUP,
+        _model_parallel_all_reduce=lambda total, op: total.mul_(4),  # as if three others had the same
         averaged_gradients={},
         bit16_groups=[weights],
         bit16_groups_flat=[flat],
@@ -93,6 +96,25 @@ def test_one_rank_sums_nothing_and_masters_are_the_weights(monkeypatch: pytest.M
     masters.fill_(7.0)
     assert flat.tolist()[:8] == [7.0] * 8
     assert weights[0].tolist() == [[7.0] * 3] * 2
+
+
+def test_the_norm_is_of_what_counts_and_tells_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.mul_(9))
+    optimizer, weights, _ = optimizer_of(0)
+    Fp32Partitions(optimizer)
+    gradients = [torch.full((6,), 3.0), torch.tensor([3e18, -3e18])]
+    norm = optimizer.get_grad_norm_direct(gradients, weights[:2])
+    assert (norm.dtype, norm.shape) == (torch.float32, ())
+    assert float(norm) == pytest.approx(6 * 2**0.5 * 3e18)  # whose square no float32 holds
+    weights[1].ds_pipe_replicated = True  # type: ignore[attr-defined]
+    assert float(optimizer.get_grad_norm_direct(gradients, weights[:2])) == pytest.approx(6 * 54**0.5)
+    weights[0].ds_pipe_replicated = True  # type: ignore[attr-defined]
+    assert float(optimizer.get_grad_norm_direct(gradients, weights[:2])) == 0.0
+    for value in (float("nan"), float("inf")):
+        found = optimizer.get_grad_norm_direct([torch.tensor([1.0, value])], weights[2:])
+        assert not torch.isfinite(found)
 
 
 def test_an_optimizer_of_an_unknown_release_is_refused_before_anything_is_replaced() -> None:
