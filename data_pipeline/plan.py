@@ -287,14 +287,20 @@ def cut_to_budget(longer: Lengths, budget: int, first: int) -> Rows:
     """Offsets [K + 1] that cut rows (longer [N]: longer side of each, in order, none above the budget) greedily:
     rows x longest <= budget for each, except that the first piece has at most `first` rows."""
     offsets = [0]
-    total = len(longer)
-    counts = np.arange(1, min(budget, total) + 1, dtype=np.int64)
-    position = 0
+    position, total = 0, len(longer)
     while position < total:
         most = budget // int(longer[position])
-        most = min(most, first) if position == 0 else most
-        widest = np.maximum.accumulate(longer[position : position + most])
-        position += int(np.searchsorted(widest * counts[: len(widest)], budget, side="right"))
+        if position == 0:
+            most = min(most, first)
+        # The longest of the next `most` rows leaves room for `fitting`. Where as many rows or fewer stand before it,
+        # that is what fits; else the piece must end before it, and the rows up to there are looked at alike.
+        while True:
+            place = int(longer[position : position + most].argmax())
+            fitting = budget // int(longer[position + place])
+            if fitting >= place:
+                break
+            most = place
+        position = min(position + min(most, fitting), total)
         offsets.append(position)
     return np.array(offsets, dtype=np.int64)
 
