@@ -19,6 +19,7 @@ from dist_tfm.errors import RunError
 
 _USED = (
     *("reduce_gradients", "averaged_gradients", "bit16_groups", "bit16_groups_flat", "real_dp_process_group"),
+    "round_robin_bit16_offsets",  # those of bit16_groups too, whose order is kept: see round_robin_gradients
     *("parallel_partitioned_bit16_groups", "params_in_partition", "single_partition_of_fp32_groups"),
     *("grad_start_offset", "grad_partition_insertion_offset", "get_param_id"),
     *("get_grad_norm_direct", "dp_process_group", "_model_parallel_all_reduce"),
@@ -49,8 +50,10 @@ class Fp32Partitions:
         self._optimizer = optimizer
         self._flat = [torch.zeros_like(flat) for flat in optimizer.bit16_groups_flat]
         self._gradients = [
-            list(torch.split(flat[: sum(p.numel() for p in group)], [p.numel() for p in group]))
-            for flat, group in zip(self._flat, optimizer.bit16_groups, strict=True)
+            [flat.narrow(0, offset, p.numel()) for offset, p in zip(offsets, group, strict=True)]
+            for flat, offsets, group in zip(
+                self._flat, optimizer.round_robin_bit16_offsets, optimizer.bit16_groups, strict=True
+            )
         ]
         self._pieces = [self._in_partition(index) for index in range(len(self._flat))]
         for index, masters in enumerate(optimizer.single_partition_of_fp32_groups):

@@ -37,6 +37,7 @@ def optimizer_of(rank: int) -> tuple[Any, list[nn.Parameter], Tensor]:
         averaged_gradients={},
         bit16_groups=[weights],
         bit16_groups_flat=[flat],
+        round_robin_bit16_offsets=[[0, 6, 10]],
         real_dp_process_group=[GROUP],
         parallel_partitioned_bit16_groups=[list(flat.split(8))],
         params_in_partition=[here],
