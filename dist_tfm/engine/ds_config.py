@@ -5,7 +5,9 @@ from typing import Any
 from dist_tfm.config.schema import OptimConfig, PrecisionConfig
 
 BUCKET_ELEMENTS = 10_000_000
-"""Gradient elements reduced at once: larger buckets only cost memory and copies where steps are short."""
+"""Gradient elements reduced at once: larger buckets only cost memory and copies where steps are short.
+
+fp32 at stage 1 sums a whole group at once (fp32_partitions.py)."""
 
 
 LOSS_SCALE = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}

@@ -4,7 +4,8 @@ Its DeepSpeedZeroOptimizer makes one flat tensor of all gradients to sum them ov
 copies the sums back to the gradients, and flattens those again for Adam; Adam's masters lie beside weights of the same
 numbers, which are copied from them after every step; and for the gradient's norm it makes a copy of all gradients in
 double precision. Here gradients are copied once, to where ranks sum them and Adam reads them, and the weights are their
-own masters: six passes over memory less, and four bytes a parameter.
+own masters: six passes over memory less. The flat gradients stay in memory, four bytes for each parameter of a rank,
+beside those of the backward pass; of the masters, 4 / dp bytes, nothing is left.
 The names are those of DeepSpeed 0.19; where one is missing, training does not begin.
 """
 
@@ -22,8 +23,17 @@ _USED = (
     "round_robin_bit16_offsets",  # those of bit16_groups too, whose order is kept: see round_robin_gradients
     *("parallel_partitioned_bit16_groups", "params_in_partition", "single_partition_of_fp32_groups"),
     *("grad_start_offset", "grad_partition_insertion_offset", "get_param_id"),
-    *("get_grad_norm_direct", "dp_process_group", "_model_parallel_all_reduce"),
+    *("get_grad_norm_direct", "dp_process_group", "_model_parallel_all_reduce", "gradient_average"),
+    "_get_preflattened_grad_partition",  # it looks for flat_partition
 )
+
+
+def _link(parameter: Any, masters: Tensor) -> None:
+    """DeepSpeed has kept views of the masters it made: as long as they are there, so is that memory."""
+    mapping = parameter._hp_mapping
+    if mapping is not None:  # None: no part of it is on this rank
+        place = mapping.hp_fragment_address
+        mapping.hp_fragment = masters.detach().narrow(0, place.start, place.numel)
 
 
 class _Gradients(list[Tensor]):
@@ -47,6 +57,8 @@ class Fp32Partitions:
                 f"fp32 at ZeRO stage 1: expected {', '.join(missing)} in DeepSpeed's DeepSpeedZeroOptimizer, found "
                 "none: install DeepSpeed 0.19.8"
             )
+        if optimizer.gradient_average:
+            raise RunError("fp32 at ZeRO stage 1: expected DeepSpeed to sum gradients over ranks, found their mean")
         self._optimizer = optimizer
         self._flat = [torch.zeros_like(flat) for flat in optimizer.bit16_groups_flat]
         self._gradients = [
@@ -58,6 +70,8 @@ class Fp32Partitions:
         self._pieces = [self._in_partition(index) for index in range(len(self._flat))]
         for index, masters in enumerate(optimizer.single_partition_of_fp32_groups):
             masters.data = optimizer.parallel_partitioned_bit16_groups[index][self._rank(index)].data
+            for parameter in optimizer.bit16_groups[index]:
+                _link(parameter, masters)
         optimizer.reduce_gradients = self._reduce
         optimizer.get_grad_norm_direct = self._norm
 

@@ -100,7 +100,8 @@ def list_fragments(
 
 
 def refresh_weights(engine: Any) -> None:
-    """Copies the fp32 masters into the weights of the forward pass, which are copies of their own, in fp32 too."""
+    """Copies the fp32 masters into the weights of the forward pass, which are copies of
+    their own from stage 1 on (in fp32 from stage 2 on)."""
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     if stage == 3:
         optimizer.checkpoint_event_prologue()

@@ -150,7 +150,10 @@ def optimizer_bytes(engine: DeepSpeedEngine) -> int:
     """Memory of masters and moments beside the weights (which are masters themselves in fp32 at stages 0 and 1), by the
     storages behind them."""
     state = base_optimizer(engine._engine).state
-    tensors = (t for flat in flat_tensors(engine._engine) for t in (flat, *(state[flat][name] for name in MOMENTS)))
+    tensors = [t for flat in flat_tensors(engine._engine) for t in (flat, *(state[flat][name] for name in MOMENTS))]
+    # What DeepSpeed keeps views of is in memory too.
+    mappings = (getattr(p, "_hp_mapping", None) for p in engine._model.parameters())
+    tensors += [mapping.hp_fragment for mapping in mappings if mapping is not None]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     weights = {p.untyped_storage().data_ptr() for p in engine._model.parameters()}
     return sum(size for place, size in storages.items() if place not in weights)

@@ -28,10 +28,18 @@ def optimizer_of(rank: int) -> tuple[Any, list[nn.Parameter], Tensor]:
     weights = [nn.Parameter(view) for view in views]
     numbers = {id(weight): number for number, weight in enumerate(weights)}
     here = [weights[:2], weights[1:]][rank]
+    masters = flat[8 * rank : 8 * rank + 8].clone()
+    for weight, place in zip(weights, [((0, 6), (6, 2), None), (None, (0, 2), (2, 3))][rank], strict=True):
+        address = None if place is None else SimpleNamespace(start=place[0], numel=place[1])
+        weight._hp_mapping = address and SimpleNamespace(  # type: ignore[attr-defined]
+            hp_fragment_address=address, hp_fragment=masters.narrow(0, address.start, address.numel)
+        )
     optimizer = SimpleNamespace(
         dtype=torch.float32,
         reduce_gradients=None,
         get_grad_norm_direct=None,
+        gradient_average=False,
+        _get_preflattened_grad_partition=None,
         dp_process_group=GROUP,
         _model_parallel_all_reduce=lambda total, op: total.mul_(4),  # as if three others had the same
         averaged_gradients={},
@@ -41,7 +49,7 @@ def optimizer_of(rank: int) -> tuple[Any, list[nn.Parameter], Tensor]:
         real_dp_process_group=[GROUP],
         parallel_partitioned_bit16_groups=[list(flat.split(8))],
         params_in_partition=[here],
-        single_partition_of_fp32_groups=[flat[8 * rank : 8 * rank + 8].clone()],
+        single_partition_of_fp32_groups=[masters],
         grad_start_offset=[[{0: 0, 1: 0}, {1: 2, 2: 0}]],
         grad_partition_insertion_offset=[[{0: 0, 1: 6}, {1: 0, 2: 2}]],
         get_param_id=lambda parameter: numbers[id(parameter)],
@@ -94,6 +102,10 @@ def test_one_rank_sums_nothing_and_masters_are_the_weights(monkeypatch: pytest.M
     weights[0].grad = torch.full((2, 3), 5.0)
     optimizer.reduce_gradients()
     assert optimizer.averaged_gradients[0].flat_partition.tolist() == [5.0] * 6 + [0.0] * 2
+    for weight in weights[:2]:  # no view of the masters that DeepSpeed made, which would keep them
+        fragment = weight._hp_mapping.hp_fragment  # type: ignore[attr-defined]
+        assert torch.equal(fragment, weight.detach().view(-1)[: len(fragment)])
+        assert fragment.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
     masters.fill_(7.0)
     assert flat.tolist()[:8] == [7.0] * 8
     assert weights[0].tolist() == [[7.0] * 3] * 2
@@ -126,6 +138,13 @@ def test_an_optimizer_of_an_unknown_release_is_refused_before_anything_is_replac
         Fp32Partitions(optimizer)
     assert optimizer.reduce_gradients is None
     assert masters.data_ptr() != optimizer.bit16_groups_flat[0].data_ptr()
+
+
+def test_a_mean_over_ranks_is_refused() -> None:
+    optimizer, _, _ = optimizer_of(0)
+    optimizer.gradient_average = True
+    with pytest.raises(RunError, match="expected DeepSpeed to sum gradients over ranks"):
+        Fp32Partitions(optimizer)
 
 
 def test_other_optimizers_and_stages_are_left_alone() -> None:
