@@ -275,6 +275,9 @@ def _read_facts(engine: Any, model: Transformer, topology: Topology) -> EngineFa
     else:
         precision = "+".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
     device = next(model.parameters()).device
+    native = isinstance(getattr(base_optimizer(engine), "update", None), NativeUpdate) and any(
+        isinstance(module, CountedDropout) for module in model.modules()
+    )
     queries = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else next(iter(dtypes))
     return EngineFacts(
         attention=model.attention_backend(device, queries),
@@ -284,7 +287,7 @@ def _read_facts(engine: Any, model: Transformer, topology: Topology) -> EngineFa
         tensor_parallel=topology.axes.tensor.size,
         pipeline_parallel=topology.axes.pipe.size,
         device=device.type,
-        kernels="native" if any(isinstance(m, CountedDropout) for m in model.modules()) else "torch",
+        kernels="native" if native else "torch",
     )
 
 

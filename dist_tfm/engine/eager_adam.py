@@ -29,7 +29,7 @@ class EagerAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: Any, update: Update | None = None, **adam: Any) -> None:
         super().__init__(groups, **adam)
-        self._update = update
+        self.update = update
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch.optim.Optimizer."""
@@ -38,12 +38,12 @@ class EagerAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """See torch.optim.AdamW. An `update` of its own takes no closure, and state that was made before."""
-        if self._update is None:
+        if self.update is None:
             return _STEP(self, closure)
         if closure is not None:
             raise ValueError("expected no closure: it is taken by torch's own update alone")
         for group in self.param_groups:
             for weights in group["params"]:
                 if weights.grad is not None:
-                    self._update(weights, self.state[weights], group)
+                    self.update(weights, self.state[weights], group)
         return None

@@ -56,12 +56,9 @@ def accumulated_gradient(engine: Any, parameter: Tensor) -> Tensor:
     is written there is what the next step takes. Stages 0 and 1. Raises ValueError where no backward pass has come by.
     """
     optimizer = engine.optimizer
-    if hasattr(optimizer, "bf16_groups"):
-        gradient = getattr(parameter, "_hp_grad", None)
-    elif hasattr(optimizer, "get_gradient_for_reduction"):
-        gradient = optimizer.get_gradient_for_reduction(parameter)
-    else:
-        gradient = parameter.grad
+    if (gradient := getattr(parameter, "_hp_grad", None)) is None:  # where FlatGradients or Fp32Partitions add up
+        fp16 = hasattr(optimizer, "get_gradient_for_reduction")
+        gradient = optimizer.get_gradient_for_reduction(parameter) if fp16 else parameter.grad
     if gradient is None:
         raise ValueError(f"expected a gradient of {tag_of(parameter).name}, found none: no backward pass has come by")
     return cast(Tensor, gradient)

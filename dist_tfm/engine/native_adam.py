@@ -4,7 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
+from dist_tfm.errors import RunError
 from dist_tfm.kernels.native import AdamRule, Kernels
+
+_USED = ("fp32_groups_flat_partition", "bf16_partitioned_groups", "update_lp_params")
 
 
 class NativeUpdate:
@@ -47,7 +50,12 @@ class UpdatedCopies:
     """
 
     def __init__(self, optimizer: Any, update: NativeUpdate) -> None:
-        """optimizer: DeepSpeed's, whose Adam updates by `update`."""
+        """optimizer: DeepSpeed's, whose Adam updates by `update`. Raises RunError where it is not as known here."""
+        if missing := [name for name in _USED if not hasattr(optimizer, name)]:
+            raise RunError(
+                f"bf16 at ZeRO stage 1: expected {', '.join(missing)} in DeepSpeed's BF16_Optimizer, found none: "
+                "install DeepSpeed 0.19.8"
+            )
         self._masters = set(optimizer.fp32_groups_flat_partition)
         for masters, (copies,) in zip(
             optimizer.fp32_groups_flat_partition, optimizer.bf16_partitioned_groups, strict=True
@@ -60,7 +68,7 @@ class UpdatedCopies:
     @staticmethod
     def fits(optimizer: Any, ranks: int) -> bool:
         """Whether DeepSpeed built the optimizer that this is about, for one rank that holds everything."""
-        return ranks == 1 and hasattr(optimizer, "bf16_partitioned_groups")
+        return ranks == 1 and hasattr(optimizer, "bf16_groups")
 
     def _copy(self) -> None:
         if self._update.take_written() != self._masters:

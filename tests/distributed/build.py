@@ -137,7 +137,12 @@ def weighed(engine: DeepSpeedEngine) -> Iterator[dict[str, int]]:
     step = engine._engine.step
 
     def weighing() -> None:
-        held["gradients"] = sum(p.grad.nbytes for p in engine._model.parameters() if p.grad is not None)
+        # Of a backward pass, and where they are added up: in one place of both, or twice the memory.
+        places = (
+            g for p in engine._model.parameters() for g in (p.grad, getattr(p, "_hp_grad", None)) if g is not None
+        )
+        storages = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in places}
+        held["gradients"] = sum(storages.values())
         step()
 
     with mock.patch.object(engine._engine, "step", weighing):

@@ -38,6 +38,7 @@ def optimizer_of(rank: int) -> tuple[Any, list[nn.Parameter], Tensor]:
         dtype=torch.float32,
         reduce_gradients=None,
         get_grad_norm_direct=None,
+        _grad_acc_hooks=[],
         gradient_average=False,
         _get_preflattened_grad_partition=None,
         dp_process_group=GROUP,
@@ -72,9 +73,11 @@ def test_gradients_are_summed_in_place_and_cut_where_the_partitions_are(
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     optimizer, weights, _ = optimizer_of(rank)
     Fp32Partitions(optimizer)
-    for weight in weights:
-        # Not contiguous where it can be.
-        weight.grad = (weight.detach() + 1).t().contiguous().t() if weight.dim() > 1 else weight.detach() + 1
+    # Two micro-batches; not contiguous where it can be.
+    for gradient in ([(w.detach() + 1) / 4 for w in weights], [(w.detach() + 1) * 0.75 for w in weights]):
+        torch.autograd.backward(weights, [g.t().contiguous().t() if g.dim() > 1 else g for g in gradient])
+        assert all(weight.grad is None for weight in weights)  # moved: no gradient is held twice
+    assert weights[1]._hp_grad.tolist() == [7.0, 8.0, 9.0, 10.0]  # type: ignore[attr-defined]
     optimizer.reduce_gradients(pipeline_parallel=False)
     whole = torch.tensor([2.0 * (i + 1) for i in range(13)] + [0.0] * 3)
     gradients = optimizer.averaged_gradients[0]
@@ -82,8 +85,7 @@ def test_gradients_are_summed_in_place_and_cut_where_the_partitions_are(
     pieces = [whole[:6], whole[6:8]] if rank == 0 else [whole[8:10], whole[10:13]]
     assert [piece.tolist() for piece in gradients] == [piece.tolist() for piece in pieces]
     assert [group for _, group in reduced] == [GROUP]
-    assert all(weight.grad is None for weight in weights)  # the next backward pass adds to nothing
-    weights[0].grad = torch.ones(2, 3)
+    torch.autograd.backward([weights[0]], [torch.ones(2, 3)])
     optimizer.reduce_gradients()
     assert optimizer.averaged_gradients[0] is gradients
     assert reduced[0][0] is reduced[1][0]
@@ -99,13 +101,17 @@ def test_one_rank_sums_nothing_and_masters_are_the_weights(monkeypatch: pytest.M
     masters = optimizer.single_partition_of_fp32_groups[0]
     Fp32Partitions(optimizer)
     assert optimizer.single_partition_of_fp32_groups[0] is masters  # Adam holds this very tensor
-    weights[0].grad = torch.full((2, 3), 5.0)
+    torch.autograd.backward([weights[0]], [torch.full((2, 3), 5.0)])
     optimizer.reduce_gradients()
     assert optimizer.averaged_gradients[0].flat_partition.tolist() == [5.0] * 6 + [0.0] * 2
     for weight in weights[:2]:  # no view of the masters that DeepSpeed made, which would keep them
         fragment = weight._hp_mapping.hp_fragment  # type: ignore[attr-defined]
         assert torch.equal(fragment, weight.detach().view(-1)[: len(fragment)])
         assert fragment.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    torch.autograd.backward([weights[0]], [torch.ones(2, 3)])
+    assert weights[0].grad is not None  # nothing of it is left in the weights
     masters.fill_(7.0)
     assert flat.tolist()[:8] == [7.0] * 8
     assert weights[0].tolist() == [[7.0] * 3] * 2

@@ -5,6 +5,7 @@ import os
 import pwd
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +16,8 @@ from dist_tfm.config.layout import check_device
 from dist_tfm.config.loading import SECTIONS, check_sections
 from dist_tfm.config.schema import Config, ModelConfig, TrainConfig
 from dist_tfm.engine.eager_adam import EagerAdamW
-from dist_tfm.engine.native_adam import NativeUpdate
-from dist_tfm.errors import ConfigError
+from dist_tfm.engine.native_adam import NativeUpdate, UpdatedCopies
+from dist_tfm.errors import ConfigError, RunError
 from dist_tfm.kernels import building
 from dist_tfm.kernels.building import build
 from dist_tfm.kernels.dropout import CountedDropout, drawn_numbers, dropout_plainly
@@ -305,6 +306,33 @@ def test_an_update_says_which_copies_it_has_written_once(kernels: Kernels) -> No
     weights.grad = None
     with pytest.raises(ValueError, match=r"expected a gradient of \[4\], found none"):
         update(weights, {}, group)
+
+
+def test_a_step_writes_the_bf16_weights_and_the_pass_for_them_is_left_out(kernels: Kernels) -> None:
+    update, copied = NativeUpdate(kernels), list[str]()
+    masters, weights = torch.ones(4, requires_grad=True), torch.zeros(4, dtype=torch.bfloat16)
+    optimizer = SimpleNamespace(
+        bf16_groups=[],
+        fp32_groups_flat_partition=[masters],
+        bf16_partitioned_groups=[[weights]],
+        update_lp_params=lambda: copied.append("all"),
+    )
+    assert UpdatedCopies.fits(optimizer, 1)
+    assert not UpdatedCopies.fits(optimizer, 2)
+    UpdatedCopies(optimizer, update)
+    adam = EagerAdamW([masters], update, lr=0.5)
+    adam.state[masters].update({"step": torch.zeros(()), "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)})
+    for _ in range(2):
+        masters.grad = torch.ones(4)
+        adam.step()
+        optimizer.update_lp_params()
+        assert torch.equal(weights, masters.detach().bfloat16())
+    assert copied == []
+    optimizer.update_lp_params()  # as after a checkpoint was read into the masters
+    assert copied == ["all"]
+    del optimizer.update_lp_params
+    with pytest.raises(RunError, match="expected update_lp_params in DeepSpeed's BF16_Optimizer, found none"):
+        UpdatedCopies(optimizer, update)
 
 
 def test_adam_refuses_what_it_cannot_take(kernels: Kernels) -> None:
